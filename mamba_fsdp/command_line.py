@@ -204,7 +204,7 @@ def read_argument(parameter: inspect.Parameter, value: Any, see: str) -> Any:
     UserError for a value of another type."""
     if isinstance(value, (str, os.PathLike)):  # all these parameters are paths
         value = os.path.expanduser(value)
-    kind = parameter.annotation  # it is a string if the class is not imported
+    kind = parameter.annotation  # a string if the module of the class is not imported
     is_checked = kind in (str, bool) or isinstance(kind, types.UnionType)
     if is_checked and not isinstance(value, kind):
         wanted = "True or False" if kind is bool else "a path or a name"

@@ -22,7 +22,7 @@ from mamba_fsdp.errors import UserError
 TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
 BOOLEANS = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
-UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # powers of ten, for both cases
+UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # powers of ten
 NUMBER = r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?"
 # The default upper limit for each type, and for each unit of a Duration. Sizes and times that are calculated from
 # larger values would overflow.
@@ -40,7 +40,7 @@ COMPARISONS = {
 }
 
 
-# ---------------------------------------------------------------- describing
+# ---------------------------------------------------------------- declaring options
 
 
 class Condition(NamedTuple):
@@ -65,12 +65,12 @@ class Bounds(NamedTuple):
 
     limits: dict[str, float]  # {key of COMPARISONS: limit}
     choices: tuple[str, ...]
-    some_text: bool  # whether the empty text is rejected
+    some_text: bool  # whether an empty value is rejected
 
     def check(self, value: Any) -> None:
         """Raises ValueError for a value that the option does not accept. The message contains the violated bound."""
         if self.some_text and value == "":
-            raise ValueError("expected some text")
+            raise ValueError("the value must not be empty")
         chosen = value if isinstance(value, list) else [value]
         if self.choices and not set(chosen) <= set(self.choices):
             raise ValueError(f"must be one of {', '.join(self.choices)}")
@@ -136,7 +136,7 @@ def default(leaf: dataclasses.Field) -> Any:
     return leaf.default_factory()
 
 
-# ---------------------------------------------------------------- from text to a value
+# ---------------------------------------------------------------- parsing values
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -
             value = os.path.expanduser(value)
             if re.search(r"\$(\w|\{\w)", value):
                 expanded = os.path.expandvars(value)
-                raise ValueError(f"variables are not expanded here; write {expanded}")
+                raise ValueError(f"environment variables are not expanded here; write {expanded}")
         bounds.check(value)
     except ValueError as error:
         raise UserError(f"{name}={text}: {error}{where}") from None

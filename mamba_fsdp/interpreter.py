@@ -32,7 +32,7 @@ def require_packages(*packages: str) -> None:
     import tempfile  # imported here because it fails if PYTHONHOME belongs to another Python
 
     try:
-        tempfile.gettempdir()  # torch and other packages use it when they are imported
+        tempfile.gettempdir()  # torch and other packages call it during their import
     except OSError:
         _exit_with_error(
             "there is no folder for temporary files; set TMPDIR to one that can be written"
@@ -61,7 +61,7 @@ def _handle_interrupt(number: int, frame: "types.FrameType | None") -> None:
     """Handles Ctrl-C. While a module is imported, it exits at once, because some modules catch KeyboardInterrupt during
     their import and are then only half imported."""
     while frame:
-        if frame.f_code.co_name == "_find_and_load":  # runs during each import
+        if frame.f_code.co_name == "_find_and_load":  # this function runs during each import
             os.write(2, b"\nstopped by Ctrl-C\n")
             os._exit(130)
         frame = frame.f_back

@@ -61,7 +61,7 @@ def draw(
     """
     if not logits.isfinite().all():
         raise UserError(
-            "the model's answer is not finite: its weights are broken, or its training diverged"
+            "the model's logits are not finite: its weights are damaged, or its training diverged"
         )
     if temperature == 0:
         return logits.argmax(dim=-1)

@@ -24,7 +24,7 @@ MAX_POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}
 
 @condition("DATA (instead of --tasks)")
 def evaluates_data(options: Any) -> bool:
-    return not getattr(options, "tasks", [])  # only the command has this option
+    return not getattr(options, "tasks", [])  # mamba_fsdp.evaluate does not have this option
 
 
 @dataclass
@@ -59,15 +59,13 @@ class Evaluation:
     word_perplexity and bits_per_byte are None if the store has no tokenizer.
     """
 
-    tokens: int  # predicted tokens
-    all_tokens: int  # tokens of the store except the first (never predicted)
+    tokens: int  # number of predicted tokens
+    all_tokens: int  # tokens of the store that can be predicted: all except the first
     loss: float  # nats per token
-    perplexity: float  # per token
-    words: (
-        int  # in the text of the predicted tokens, separated by white space; 0 without a tokenizer
-    )
+    perplexity: float  # per token: exp(loss)
+    words: int  # number of words in the predicted text, split at white space; 0 without a tokenizer
     word_perplexity: float | None  # exp(sum of the losses in nats / words)
-    bytes: int  # in the text of the predicted tokens
+    bytes: int  # number of bytes in the predicted text
     bits_per_byte: float | None
     seconds: float
     window: int  # tokens in a window
@@ -118,7 +116,7 @@ def measure(
     if options.stride > options.seq_length:
         raise UserError(
             f"--stride={options.stride} is longer than --seq_length={options.seq_length}: tokens between two "
-            "windows would be left out"
+            "windows would be left out; set a smaller --stride"
         )
     store = TokenStore(data)
     if not options.allow_other_tokenizer:
@@ -127,7 +125,7 @@ def measure(
     vocab_size = model.weights.config.vocab_size
     if store.vocab_size > vocab_size:
         raise UserError(
-            f"{data} has a vocabulary of {store.vocab_size}, the model one of {vocab_size}; "
+            f"{data} has a vocabulary of {store.vocab_size} tokens, but the model only {vocab_size}; "
             f"{import_with(model.weights.tokenizer_path)}"
         )
     world = inference_world()

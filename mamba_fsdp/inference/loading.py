@@ -22,7 +22,7 @@ class Loaded(NamedTuple):
     (batch, length, padded vocabulary)."""
 
     network: torch.nn.Module  # a MambaLM; it computes in fp32 on a CPU and in bf16 on a GPU
-    weights: Weights  # where the weights come from; contains the ModelConfig
+    weights: Weights  # the source of the weights, with the ModelConfig as `config`
 
     @property
     def tokenizer_path(self) -> Path:

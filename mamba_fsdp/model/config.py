@@ -165,7 +165,9 @@ class ModelConfig:
             count = min(int(match[1] or 1), self.n_layer)
             pattern += [Layer(mixer=match[2], mlp=match[3] is not None)] * count
         if not pattern:
-            raise UserError(f"layers: {self.layers!r} names no layer; give each count at least 1")
+            raise UserError(
+                f"layers: {self.layers!r} contains no layer; each count must be at least 1"
+            )
         return [pattern[index % len(pattern)] for index in range(self.n_layer)]
 
     def has_mixer(self, mixer: str) -> bool:
@@ -266,7 +268,7 @@ class ModelConfig:
         for name in parse_pairs("multipliers", self.multipliers):
             if name not in multipliers:
                 hint = suggest_name(name, multipliers, f"it has {', '.join(multipliers)}")
-                raise UserError(f"multipliers: there is no {name!r} in this model; {hint}")
+                raise UserError(f"multipliers: this model has no multiplier {name!r}; {hint}")
 
 
 FIELDS = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
@@ -284,11 +286,11 @@ def parse_model_config(path: Path, values: Mapping[str, Any]) -> ModelConfig:
     a model that can't be built."""
     for name, value in values.items():
         if name not in FIELDS:
-            raise UserError(f"{path}: {name} is not a setting of this program's models")
+            raise UserError(f"{path}: {name} is not a model setting of mamba_fsdp")
         leaf = FIELDS[name]
         try:
             if type(value) is not leaf.type:
-                raise ValueError(f"this program's models need: {describe_type(leaf)}")
+                raise ValueError(f"expected {describe_values(leaf)}")
             leaf.metadata["bounds"].check(value)
         except ValueError as error:
             raise UserError(f"{path}: {name} is {value!r}, but {error}") from None

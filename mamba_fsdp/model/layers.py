@@ -221,9 +221,8 @@ class Mamba1(SSM):
         self, *inputs: Tensor, initial_state: Tensor | None = None, **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
         backend = self.backends["scan"]
-        if (
-            initial_state is not None and backend == "fused"
-        ):  # the fused operator does not accept an initial state
+        # The fused operator does not accept an initial state.
+        if initial_state is not None and backend == "fused":
             backend = "reference"
         return selective_scan(*inputs, initial_state=initial_state, **options, backend=backend)
 
@@ -410,7 +409,8 @@ class Mamba3(Mamba2):
         angle = angle.remainder(2 * math.pi).to(real)
         B = self.norm_per_head(B, self.B_norm, self.B_bias)
         C = self.norm_per_head(C, self.C_norm, self.C_bias)
-        own_output = self.D - next_weight * (B * C).sum(3)  # a rotation of both keeps B . C
+        # B . C can be computed before the rotation, because rotating both vectors does not change it.
+        own_output = self.D - next_weight * (B * C).sum(3)
         B = rotate_pairs(B, angle).to(x.dtype)
         C = rotate_pairs(C, angle).to(x.dtype)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EMBEDDING = "backbone.embedding.weight"
 LM_HEAD = "lm_head.weight"
 MODEL_MULTIPLIERS = ("embedding", "residual", "logits", "logits_divisor")
-MIXER_NAMES = ("mixer", "mixer2")  # module names of the mixers of a layer that run side by side
+MIXER_NAMES = ("mixer", "mixer2")  # module names; mixer2 runs beside mixer
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 ROPE_SCALINGS = {  # {kind: names of its numbers}; see ops/rope.py
     "linear": {"factor"},
@@ -65,9 +65,8 @@ class Parameter(NamedTuple):
 
 
 Parameters = dict[str, Parameter]  # {name: parameter}
-Operators = dict[
-    str, dict[str, int]
-]  # {operator: sizes of its tensors, as keyword arguments of Use}
+# {operator: sizes of its tensors, as keyword arguments of Use}
+Operators = dict[str, dict[str, int]]
 
 
 def _no_flops(config: "ModelConfig", seq_length: int) -> float:
@@ -288,10 +287,10 @@ def _check_attention(config: "ModelConfig") -> None:
     kind, numbers = config.rope
     if kind and numbers.keys() != ROPE_SCALINGS.get(kind):
         raise UserError(
-            f"rope_scaling={config.rope_scaling}: its kind or a number is unknown or missing"
+            f"rope_scaling={config.rope_scaling}: the kind or a number is unknown, or a number is missing"
         )
     if any(number <= 0 for number in numbers.values()):
-        raise UserError(f"rope_scaling={config.rope_scaling}: all its numbers must be above 0")
+        raise UserError(f"rope_scaling={config.rope_scaling}: all numbers must be above 0")
 
 
 def _mlp(config: "ModelConfig") -> Parameters:
@@ -345,7 +344,7 @@ MIXERS = {
         multiplier_prefix="mlp",
     ),
 }
-MLP = MIXERS["mlp"]  # a mixer by itself, and also the part after the mixer in layers with +mlp
+MLP = MIXERS["mlp"]  # either the only part of a layer, or the part after the mixer (+mlp)
 
 
 def embedding(config: "ModelConfig") -> Parameter:

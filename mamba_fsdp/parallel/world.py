@@ -33,7 +33,7 @@ PEER_LOST = re.compile("onnection|peer|remote process|network|imeout|imed out")
 # thread that needs the GIL of a finalizing interpreter aborts the process ("terminate called without an active
 # exception").
 ENDED_GROUPS: "list[dist.ProcessGroup]" = []
-world_numbers = count()  # numbers the worlds of this process; all ranks count alike
+world_numbers = count()  # the number of worlds that this process has created; equal on all ranks
 # How long ranks wait for each other if they were not started by torchrun.
 RENDEZVOUS_TIMEOUT = timedelta(minutes=2)
 # Name of the environment variable with the number of ranks that the launchers of all nodes start together.
@@ -52,9 +52,7 @@ class World:
     size: int
     local_size: int
     device: torch.device
-    timeout: timedelta | None = (
-        None  # how long a collective waits for other ranks; None: torch's default
-    )
+    timeout: timedelta | None = None  # of collectives; None: torch's default
     _gloo: "dist.ProcessGroup | None" = None
     _groups: "list[dist.ProcessGroup]" = field(default_factory=list)  # groups of some ranks
 
@@ -180,7 +178,8 @@ class World:
             if beats != beats_before:
                 progress.touch_for_peer()
             beats_before = beats
-            # When the slowest rank ends, it returns at once, because the other ranks already wait in the next sum.
+            # If this is the slowest rank, `wait` returns as soon as its work ends. The other ranks are then already
+            # waiting in the next sum, so that all ranks return without a delay.
             wait([outcome], timeout=pause)
             pause = min(0.5, 2 * pause)
 
@@ -363,7 +362,7 @@ def has_gpus() -> bool:
         except Exception as error:
             raise TransientError(
                 f"torch {torch.__version__} can't open the GPUs that the driver shows: {first_line(error)}; "
-                "./0.create_env.sh makes the environment for this driver, CUDA_VISIBLE_DEVICES= trains on the CPU"
+                "run ./0.create_env.sh to create an environment for this driver, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
             ) from error
     return False
 

@@ -13,10 +13,10 @@ class Costs:
     """The seconds that saving a checkpoint and recovering from a failure take. The defaults are assumptions, not
     measurements."""
 
-    save: float = 1.0  # how long a save interrupts training
-    write: float = 60.0  # from the start of a save until it is committed, while training continues
-    recovery: float = 30.0  # from the failure of a node to the next step, with a spare node
-    queue: float = 300.0  # additional time without spare nodes, because the job is queued again
+    save: float = 1.0  # seconds during which a save interrupts training
+    write: float = 60.0  # seconds until a save is committed; training continues during it
+    recovery: float = 30.0  # seconds until the next step after a node has failed, with a spare node
+    queue: float = 300.0  # additional seconds without spare nodes: the job is queued again
 
 
 @dataclass

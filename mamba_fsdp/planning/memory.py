@@ -128,7 +128,7 @@ class Workload:
         return [parameter for parameter in self.parameters if parameter.rows]
 
     def max_rank_cost(self, costs: list[int]) -> float:
-        """Returns the largest sum of costs of a rank, approximately. Muon assigns each parameter to one rank, its
+        """Returns approximately the cost of the most expensive rank. Muon assigns each parameter to one rank, its
         owner.
 
         costs: the cost of each parameter."""
@@ -195,7 +195,7 @@ def muon_bytes(work: Workload) -> int:
     owned = work.max_rank_cost([parameter.size for parameter in work.muon_parameters])
     replicas = work.world.size // work.shard_ranks
     elements = local + (2 + replicas) * owned
-    if work.world.size > 1:  # a single rank does not need a second buffer to receive
+    if work.world.size > 1:  # a single rank does not need a separate receive buffer
         elements += local
     return int(work.width * elements - gradients)
 

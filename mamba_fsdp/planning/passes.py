@@ -28,7 +28,8 @@ from mamba_fsdp.settings.train_config import TrainConfig
 
 META = torch.device("meta")
 KERNEL_MODULES = ("mamba_fsdp.ops.scan.triton_kernels", "mamba_fsdp.ops.ssd.triton_kernels")
-MAX_POSITIONS = 8192  # a limit, because some backends make a call per position
+# Longer sequences are extrapolated, because some backends make a call for each position.
+MAX_POSITIONS = 8192
 MAX_GDN_POSITIONS = 2048  # lower, because GDN makes a hundred calls per chunk
 
 
@@ -36,8 +37,8 @@ MAX_GDN_POSITIONS = 2048  # lower, because GDN makes a hundred calls per chunk
 class BlockBytes:
     """The bytes that a block allocates for a micro-batch."""
 
-    kept: int  # saved for the backward pass
-    working: int  # at the peak of the backward pass, in addition to `kept`
+    kept: int  # bytes that are saved for the backward pass
+    working: int  # peak of the backward pass, in addition to `kept`
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class PassBytes:
     """The bytes that the forward and the backward pass of a micro-batch allocate."""
 
     blocks: list[BlockBytes]
-    loss: int  # of the final norm and the loss, in addition to `kept` of the blocks
+    loss: int  # bytes for the final norm and the loss, in addition to `kept` of all blocks
 
 
 class StorageBytes(TorchDispatchMode):
@@ -62,12 +63,12 @@ class StorageBytes(TorchDispatchMode):
     ) -> Any:
         if function.namespace == "mamba_fsdp":
             run = RUNS[function.overloadpacket.__name__]
-            with self:  # counts the buffers that the operator allocates
+            with self:  # so that the buffers of the operator are counted too
                 return run(*arguments)
         result = function(*arguments, **(named or {}))
         old = storages((arguments, named))
         for identity, storage in storages(result).items():
-            if identity not in old:  # not a view, not written in place
+            if identity not in old:  # the result is neither a view nor written in place
                 size = storage.nbytes()
                 self.current += size
                 weakref.finalize(storage, self.on_free, size)

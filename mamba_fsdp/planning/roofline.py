@@ -21,7 +21,7 @@ HOP_SECONDS = 5e-6  # latency of each hop of a ring
 # Host time to launch the kernels of a block, forward and backward. Measured by benchmarks/launches.py on a core of an
 # AMD EPYC for Mamba-1 and Mamba-2 without sharding. Other layers and the overhead of sharding have not been measured.
 BLOCK_LAUNCH_SECONDS = 1.1e-3
-FP32_SLOWDOWN = 16  # of fp32 products compared with bf16; approximately right for all these devices
+FP32_SLOWDOWN = 16  # fp32 products take about 16 times as long as bf16 products on these devices
 ADAMW_BYTES = 40  # bytes moved per weight
 NEWTON_SCHULZ_ITERATIONS = 5  # the same as in trainer/muon.py
 

@@ -18,9 +18,8 @@ from mamba_fsdp.text import format_quantity
 
 # The rules of `plan --hours`; docs/planning.md explains them.
 TOKENS_PER_PARAMETER = 20  # compute-optimal: Hoffmann et al. 2022 (arXiv 2203.15556)
-MAX_USEFUL_PASSES = (
-    4  # repeated data is nearly as good as new data: Muennighoff et al. 2023 (arXiv 2305.16264)
-)
+# Up to here, repeated data is nearly as good as new data: Muennighoff et al. 2023 (arXiv 2305.16264).
+MAX_USEFUL_PASSES = 4
 WIDTH_STEP = 64
 WIDTH_PER_LAYER = 32  # examples: 4 layers of width 128, 24 of 768, 48 of 1536
 RECIPE_PRESETS = ("mamba-130m", "mamba-370m", "mamba-790m", "mamba-1.4b", "mamba-2.8b")

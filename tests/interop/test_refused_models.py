@@ -41,7 +41,7 @@ FIELDS = [  # (base, fields that say something else, what is said)
     ("llama", {"hidden_size": 10**400}, "hidden_size is 10*, but must be at most"),
     ("llama", {"rope_theta": 5.0}, "rope_theta is given twice, as 5.0 and 10000.0"),
     ("llama", {"rope_scaling": {"type": "su"}, "rope_parameters": None}, "is 'su'; this program"),
-    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_scaling=linear: its kind or"),
+    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_scaling=linear: the kind or"),
     ("hybrid", {"attn_layer_indices": ["x"]}, r"attn_layer_indices names layers \['x'\] of"),
     ("hybrid", {"mamba_d_head": 5}, "SSM heads are 4, with 5 channels each, but"),
     ("hybrid", {"partial_rotary_factor": 0.4, "rope_parameters": None}, "0.4 rotates 3 of 8 ch"),
@@ -57,7 +57,7 @@ FIELDS = [  # (base, fields that say something else, what is said)
     ),
     ("bamba", {"ssm_cfg": [3]}, "ssm_cfg. is not a JSON object"),
     ("bamba", {"attn_cfg": {"num_heads": 32}}, "attn_cfg.causal is None|is None, .* only False"),
-    ("ours", {"width": 3}, "width is not a setting of this program's models"),
+    ("ours", {"width": 3}, "width is not a model setting of mamba_fsdp"),
 ]
 NO_LIMITS = [float("inf"), "inf", "Infinity", {"__float__": "Infinity"}, 3.4e38, 1e39]
 

@@ -27,7 +27,7 @@ ATTENTION = {"layers": "attention", "n_head": 4, "n_kv_head": 2}
 REFUSED = [
     ({"layers": "mamba9"}, "can't read 'mamba9'"),
     ({"layers": "mamba2/"}, "can't read 'mamba2/'"),
-    ({"layers": "0*mamba1"}, "names no layer"),
+    ({"layers": "0*mamba1"}, "contains no layer"),
     ({"layers": "mamba2", "headdim": 48}, "headdim 48 does not divide expand * d_model = 256"),
     ({"layers": "gdn", "d_ssm": 96}, "headdim 64 does not divide d_ssm = 96"),
     ({"layers": "mamba3", "ngroups": 3}, "ngroups 3 does not divide the 4 SSM heads"),
@@ -37,14 +37,14 @@ REFUSED = [
     (ATTENTION | {"rotary_dim": 7}, "rotary_dim 7 must be even"),
     (ATTENTION | {"rope_scaling": "liner,factor=2"}, "a number is unknown or missing"),
     (ATTENTION | {"rope_scaling": "dynamic,factor=2"}, "a number is unknown or missing"),
-    (ATTENTION | {"rope_scaling": "linear,factor=0"}, "all its numbers must be above 0"),
-    ({"multipliers": "ssm_q=2"}, "there is no 'ssm_q' in this model"),
+    (ATTENTION | {"rope_scaling": "linear,factor=0"}, "all numbers must be above 0"),
+    ({"multipliers": "ssm_q=2"}, "this model has no multiplier 'ssm_q'"),
     ({"multipliers": "ssm_inn=2"}, "did you mean ssm_in"),
-    ({"d_modle": 64}, "d_modle is not a setting"),
-    ({"d_model": "64"}, "d_model is '64', but this program's models need"),
+    ({"d_modle": 64}, "d_modle is not a model setting"),
+    ({"d_model": "64"}, "d_model is '64', but expected whole number"),
     ({"n_layer": 10_001}, "n_layer is 10001, but"),
     ({"d_conv": 5}, "d_conv is 5, but"),
-    ({"tie_embeddings": 1}, "tie_embeddings is 1, but this program's models need"),
+    ({"tie_embeddings": 1}, "tie_embeddings is 1, but expected true|false"),
 ]
 
 

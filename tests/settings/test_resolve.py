@@ -84,7 +84,7 @@ MISTAKES = {
     "model.learning_rate=1": "did you mean learning_rate",
     "confg=demo": "did you mean config?",
     "tie_embeddings=maybe": "expected true or false",
-    "save_ckpt_path=": "save_ckpt_path=: expected some text",
+    "save_ckpt_path=": "save_ckpt_path=: the value must not be empty",
     "batch_size=two": "batch_size=two: expected a whole number",
     "batch_size=0": "must be at least 1",
     "batch_size=1e15": "must be at most 16777216",

@@ -78,7 +78,7 @@ def test_an_error_before_the_text_is_one_line(answer, in_user_folder, monkeypatc
     monkeypatch.setattr(loading, "load", lambda *given, **more: model)
     code, out, err = answer(generate, "runs/demo", "--prompt=def")
     assert (code, out) == (2, "") and err.count("\n") == 1
-    assert err.startswith("error: the model's answer is not finite")
+    assert err.startswith("error: the model's logits are not finite")
 
 
 @pytest.mark.slow
