@@ -290,7 +290,7 @@ def parse_model_config(path: Path, values: Mapping[str, Any]) -> ModelConfig:
         leaf = FIELDS[name]
         try:
             if type(value) is not leaf.type:
-                raise ValueError(f"expected {describe_values(leaf)}")
+                raise ValueError(f"expected {describe_type(leaf)}")
             leaf.metadata["bounds"].check(value)
         except ValueError as error:
             raise UserError(f"{path}: {name} is {value!r}, but {error}") from None
