@@ -1,1 +1,3 @@
-"""What 1.train.sbatch asks Python to do: read settings, look at a node, start a node's ranks. Torch in node.py and failures.py only."""
+"""The launcher: reads the settings, checks the nodes, and starts each node's ranks. Only node.py's
+part of it imports torch.
+"""

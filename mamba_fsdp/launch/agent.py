@@ -1,5 +1,6 @@
-"""Runs torchrun's agent, as torch.distributed offers it: it meets the other nodes' agents, numbers the ranks and starts
-them."""
+"""Runs torchrun's elastic agent, which meets the agents of the other nodes, assigns the rank
+numbers and starts this node's ranks.
+"""
 
 import logging
 import os
@@ -13,32 +14,41 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.launcher.api import elastic_launch
 
 from mamba_fsdp.errors import first_line
-from mamba_fsdp.launch.failures import Failure, order
+from mamba_fsdp.launch.failures import Failure, sort_key
 from mamba_fsdp.launch.machine import LOOPBACK, check_loopback, node_name
 from mamba_fsdp.launch.watcher import Watcher
 from mamba_fsdp.parallel.world import EXPECTED_RANKS, allow_many_files
 
-USUAL = ["--rdzv-backend=c10d", "--monitor-interval=0.1"]
+DEFAULT_OPTIONS = ["--rdzv-backend=c10d", "--monitor-interval=0.1"]
 
 
-def read_options(words: list[str]) -> Namespace:
-    """Returns torchrun's options, and the program that it is to start, from a command line."""
-    options = torchrun.parse_args([*USUAL, *words])
+def read_options(args: list[str]) -> Namespace:
+    """Parses torchrun's options and the command of the ranks from command-line arguments.
+
+    With --standalone, the rendezvous uses the loopback interface. Raises UserError if that does not
+    work.
+    """
+    options = torchrun.parse_args([*DEFAULT_OPTIONS, *args])
     if options.standalone:
         check_loopback()
-        # The machine's own name may lead nowhere, as that of a laptop in another network.
+        # The host name need not resolve, for example on a laptop that has joined another network.
         options.rdzv_endpoint = f"{LOOPBACK}:0"
         options.local_addr = LOOPBACK
-        # Torch asks for the full name again and again, and a name server that is away takes ten seconds each time.
+        # Torch looks up the fully qualified name many times, and each look-up takes ten seconds if
+        # the name server is unreachable.
         socket.getfqdn = lambda name="": name or node_name()
-        # Each store asks for the name of 127.0.0.1, for its own messages; glibc would wait five seconds, twice.
+        # Each TCPStore looks up the name of 127.0.0.1 for its log messages. Without this option, glibc
+        # waits five seconds, twice, for a name server that is unreachable.
         os.environ.setdefault("RES_OPTIONS", "timeout:1")
     return options
 
 
 def run_ranks(options: Namespace, watcher: Watcher) -> Failure | None:
-    """Runs the ranks to their end. Returns this node's first failure."""
-    logging.disable(logging.ERROR)  # torch's own report of a failure: ours, at the end, says more
+    """Runs this node's ranks until they exit, and returns the first failure among them.
+
+    Returns None if all ranks succeeded. Errors of the rendezvous become a Failure of the node.
+    """
+    logging.disable(logging.ERROR)  # hides torch's failure report: ours has more details
     allow_many_files()
     config, command, arguments = torchrun.config_from_args(options)
     os.environ[EXPECTED_RANKS] = str(config.max_nodes * config.nproc_per_node)
@@ -46,17 +56,17 @@ def run_ranks(options: Namespace, watcher: Watcher) -> Failure | None:
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
         failures = [
-            Failure.of_rank(rank, process)
+            Failure.from_rank(rank, process)
             for rank, process in error.failures.items()
             if process.pid not in watcher.killed or os.path.isfile(process.error_file)
         ]
-        return min(failures, key=order)
+        return min(failures, key=sort_key)
     except RendezvousClosedError:
-        return Failure.of_node("error: another node has given up")
+        return Failure.from_node("error: another node has given up")
     except (RendezvousError, DistError) as error:
-        return Failure.of_node(
-            f"error: {node_name()} could not meet the other nodes, or has lost the first. Can it reach the first by its "
-            "name, and does the firewall or security group let the nodes connect? "
+        return Failure.from_node(
+            f"error: {node_name()} could not join the rendezvous, or lost the connection to the first node. Check that it can "
+            "reach the first node by its name, and that the firewall or security group allows connections between nodes. "
             f"{first_line(error.__cause__ or error)}"
         )
     return None

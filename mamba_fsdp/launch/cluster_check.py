@@ -1,5 +1,8 @@
-"""Does all that comes before a training, and leaves nothing: `./1.train.sbatch --check`. For the cluster's own Python,
-see host.py."""
+"""Implements `./1.train.sbatch --check`: runs every step that precedes a training, and removes all
+files that it made.
+
+For the cluster's own Python, see host.py.
+"""
 
 import contextlib
 import glob
@@ -8,41 +11,45 @@ import shutil
 from typing import List, Sequence
 
 from mamba_fsdp.launch import slurm
-from mamba_fsdp.launch.containers import folders_behind_links
-from mamba_fsdp.launch.decision import ENDED
-from mamba_fsdp.launch.host import PROJECT, Variables, say
-from mamba_fsdp.launch.node_command import on_node
+from mamba_fsdp.launch.containers import find_linked_folders
+from mamba_fsdp.launch.decision import EXIT_SIGTERM
+from mamba_fsdp.launch.host import PROJECT, Variables, print_line
+from mamba_fsdp.launch.node_command import with_node_setup
 from mamba_fsdp.launch.plan_reader import Plan
-from mamba_fsdp.launch.slurm_training import GiveUp, SlurmTraining, make_training
+from mamba_fsdp.launch.slurm_training import SlurmTraining, StartFailed, make_training
 from mamba_fsdp.launch.start_folder import StartFolder
-from mamba_fsdp.launch.supervisor import StopAsked, TooLate
+from mamba_fsdp.launch.supervisor import DeadlineExceeded, StopRequested
 
-TOKENIZER_TEXTS = "text"  # in the start's folder
+TOKENIZER_TEXTS = "text"  # a folder in the folder of the start
 
 
-def check_nodes(words: List[str], variables: Variables) -> int:
-    """Prepares and checks the nodes of this job, and tries the tokenizer on the first. Returns the exit code."""
-    check = make_training(words, variables, ClusterCheck)
-    with check.guarded():
+def check_nodes(args: List[str], variables: Variables) -> int:
+    """Prepares and checks the nodes of this job, and tries the tokenizer on the first node. Returns
+    the exit code.
+    """
+    check = make_training(args, variables, ClusterCheck)
+    with check.guard_nodes():
         return check.check()
 
 
 class ClusterCheck(SlurmTraining):
-    """A check. It runs where salloc was called, which need not be a node of the job."""
+    """A check of the cluster. It runs on the host where salloc was called, which need not be a node
+    of the job.
+    """
 
     keeps_record = False
-    made: Sequence[str] = ()  # folders that are removed again
+    made: Sequence[str] = ()  # folders to remove at the end
 
     def check(self) -> int:
-        """Returns the exit code."""
+        """Runs the check and returns the exit code."""
         try:
             _, start = self.prepare()
-            self.without_lost_nodes(lambda: self.try_tokenizer(start))
-        except (StopAsked, TooLate):
-            return ENDED
-        except GiveUp as trouble:
+            self.retry_without_lost_nodes(lambda: self.try_tokenizer(start))
+        except (StopRequested, DeadlineExceeded):
+            return EXIT_SIGTERM
+        except StartFailed as trouble:
             if str(trouble):
-                say(f"error: {trouble}")
+                print_line(f"error: {trouble}")
             return trouble.code
         finally:
             if self.folder:
@@ -52,57 +59,63 @@ class ClusterCheck(SlurmTraining):
                     os.rmdir(folder)
         if self.pool.left_out:
             return 1
-        say("fit to train")
+        print_line("ready to train")
         return 0
 
     def make_folder(self, plan: Plan, folder: StartFolder) -> None:
+        """Makes the folder of this start, and remembers which folders above it are new."""
         self.made = missing_folders(plan.run_folder) + missing_folders(plan.missing_data)
         super().make_folder(plan, folder)
 
     def count_start(self) -> None:
-        """Does nothing: a check is not a start."""
+        """Does nothing, because a check does not count as a start of the training."""
 
     def make_data(self) -> None:
-        """Does nothing: data that is missing is made by the training."""
+        """Does nothing, because the training itself makes missing data."""
 
-    def folders_of(self, plan: Plan) -> List[str]:
-        """Returns the folders that the training needs, without that of compiled kernels."""
+    def folders_to_mount(self, plan: Plan) -> List[str]:
+        """Returns the folders that the training needs, except the folder of compiled kernels."""
         if not self.environment.image:
             return []
-        return plan.paths + folders_behind_links(plan.paths)
+        return plan.paths + find_linked_folders(plan.paths)
 
-    def on_first_node(self, command: List[str], with_network: bool = True) -> List[str]:
-        """Returns what runs a command on the first node."""
-        self.busy = set(self.job.nodes[:1])
-        return slurm.on_hosts(self.job.nodes[:1]) + self.container + on_node(command)
+    def srun_on_first_node(self, command: List[str], with_network: bool = True) -> List[str]:
+        """Returns the srun command line that runs a command on the first node."""
+        self.busy_nodes = set(self.job.nodes[:1])
+        return (
+            slurm.srun_without_gpus(self.job.nodes[:1]) + self.container + with_node_setup(command)
+        )
 
     def try_tokenizer(self, folder: StartFolder) -> None:
-        """Tokenises a megabyte of this project's own text on the first node, as get_dataset.py does. Raises GiveUp
-        if that fails."""
+        """Tokenizes one megabyte of this project's source code on the first node with
+        get_dataset.py.
+
+        Raises StartFailed if that fails.
+        """
         texts = os.path.join(folder.path, TOKENIZER_TEXTS)
         os.makedirs(texts, exist_ok=True)
         sources = sorted(glob.glob(os.path.join(glob.escape(PROJECT), "mamba_fsdp", "*", "*.py")))
-        # Two long documents, which two threads encode at the same time.
+        # Two long documents, so that two threads encode at the same time.
         for name in ("train", "validation"):
             with open(os.path.join(texts, name + ".txt"), "wb") as together:
                 for source in sources:
                     with open(source, "rb") as file:
                         shutil.copyfileobj(file, together)
-        words = [self.environment.python, os.path.join(PROJECT, "get_dataset.py"), texts]
-        words += [os.path.join(folder.path, "tokens"), "--splits=official", "--tokenizer=train:512"]
-        output = self.supervisor.output_of(self.on_first_node(words), with_errors=True)
+        args = [self.environment.python, os.path.join(PROJECT, "get_dataset.py"), texts]
+        args += [os.path.join(folder.path, "tokens"), "--splits=official", "--tokenizer=train:512"]
+        output = self.supervisor.run_for_output(self.srun_on_first_node(args), with_errors=True)
         if self.supervisor.last_code == 0:
             return
-        say(output.rstrip("\n"))
+        print_line(output.rstrip("\n"))
         lines = [line for line in output.splitlines() if not line.startswith("srun: ")]
-        last = lines[-1] if lines else "it prints nothing"
-        raise GiveUp(
-            f"the tokenizer fails on {self.job.nodes[0]}: {last}", self.supervisor.last_code
+        last = lines[-1] if lines else "it printed nothing"
+        raise StartFailed(
+            f"the tokenizer failed on {self.job.nodes[0]}: {last}", self.supervisor.last_code
         )
 
 
 def missing_folders(path: str) -> List[str]:
-    """Returns the folder and those above it that are not there, the highest first."""
+    """Returns those of a folder and its parents that do not exist, the topmost first."""
     missing: List[str] = []
     while path and not os.path.exists(path):
         missing.insert(0, path)

@@ -1,129 +1,138 @@
-"""What becomes of a job: decided from what is known when its training has ended. No I/O. For the cluster's own
-Python, see host.py."""
+"""Decides what happens to a job when its training has ended. Pure functions without I/O.
+
+For the cluster's own Python, see host.py.
+"""
 
 from enum import Enum
 from typing import NamedTuple
 
-MISTAKE = 2  # the exit code of what no restart fixes
-NODE_FAULT = 75  # of a rank whose own node is at fault: errors.NodeFault
-DIFFERENT = 3  # of a replay that found a difference
-KILLED = 137  # of a launcher that SIGKILL has ended, and with it its ranks
-ENDED = 143  # of a job that Slurm or a person has ended
-# Slurm sends USR1 so long before the time limit, as the header of 1.train.sbatch asks, and up to a minute earlier.
-LEAD_SECONDS = 300 + 60
+# Exit codes
+EXIT_USER_ERROR = 2  # no restart fixes the error
+EXIT_NODE_FAULT = 75  # the node of the rank is faulty, see errors.NodeFault
+EXIT_REPLAY_DIFFERS = 3  # a replay computed other values than the run
+EXIT_SIGKILL = 137  # SIGKILL ended a launcher, and with it its ranks
+EXIT_SIGTERM = 143  # Slurm or a person ended the job
+# The header of 1.train.sbatch requests USR1 300 s before the time limit, and Slurm sends it up to a minute
+# earlier.
+MAX_NOTICE_SECONDS = 300 + 60
 
 
-class Outcome(NamedTuple):
-    """What the launchers of the nodes have left of a training, in the file that launch/node.py writes."""
+class TrainingOutcome(NamedTuple):
+    """The content of outcome.json, in which the launchers of the nodes report how a training ended."""
 
-    status: str = ""  # the run's, as in status.json; "" if a killed launcher has left nothing
-    code: int = 0  # of the rank that failed first
-    lost_rank: str = ""  # this rank, and why it failed
-    stop_file: bool = False  # whether somebody has asked for the end by the run's file STOP
-    error: str = ""  # the lines that end the log
-    node: str = ""  # of the rank that failed first
+    status: str = ""  # as in status.json; "" if the launcher was killed before it could report
+    code: int = 0  # exit code of the rank that failed first
+    lost_rank: str = ""  # the rank that failed first, and the reason
+    stop_file: bool = False  # whether the file STOP in the run folder requested the end
+    error: str = ""  # the last lines of the log
+    node: str = ""  # node of the rank that failed first
 
 
-class Ending(NamedTuple):
-    """What is known at the end of a training, or of what comes before it."""
+class JobState(NamedTuple):
+    """The facts about a training, or about its preparation, that `decide` needs."""
 
     code: int
-    outcome: Outcome
+    outcome: TrainingOutcome
     run_folder: str
-    newest: str  # checkpoint, as in step_00000005; "start" without one
-    newest_before: str  # at the start of the job
-    restarts: int  # starts of the job in a row from the same checkpoint, without the first
+    newest: str  # the newest checkpoint, such as step_00000005, or "start" if there is none
+    newest_before: str  # the newest checkpoint when this start of the job began
+    restarts: int  # consecutive restarts of the job from the same checkpoint
     max_restarts: int
-    asked: str = ""  # the signal that asked the job to stop, without SIG
-    is_running: bool = True  # false if Slurm already ends the job, or has queued it again
-    seconds_run: float = float("inf")  # of this start, when it was asked to stop
-    seconds_left: float = float("inf")  # until the time limit, then
+    stop_signal: str = ""  # the signal that requested a stop, such as "USR1"; "" without one
+    is_running: bool = True  # False if Slurm is already ending the job or has queued it again
+    seconds_run: float = float("inf")  # run time of this start when the stop was requested
+    seconds_left: float = float("inf")  # time until the time limit at that moment
 
     @property
     def lost(self) -> str:
-        """Names what failed first: a rank, or a launcher that could leave nothing."""
+        """The rank that failed first, or a description of a launcher that was killed without a report."""
         return self.outcome.lost_rank or "a launcher, which was killed"
 
 
 class Action(Enum):
-    """What the job does next."""
+    """The next action of the job."""
 
     END = "end"
     QUEUE_AGAIN = "queue again"
 
 
-class Decision(NamedTuple):
-    """What the job says and does at its end."""
+class JobDecision(NamedTuple):
+    """The message and the action with which the job ends."""
 
     action: Action
     exit_code: int
     sentence: str
-    shows_error: bool = True  # the first error of all nodes, below the sentence
-    forgets: bool = False  # what the job keeps for its next start
+    prints_error: bool = True  # whether to print the first error of all nodes after the sentence
+    is_final: bool = False  # whether the job will not start again and its restart count is removed
 
 
-def decide(ending: Ending) -> Decision:
-    """Returns what becomes of the job."""
-    outcome = ending.outcome
-    if ending.code == 0 and outcome.status == "finished":
-        return Decision(Action.END, 0, "finished: " + ending.run_folder, False, forgets=True)
-    if ending.asked:
-        return _decide_asked(ending)
-    if ending.code == 0 and outcome.stop_file:
-        sentence = "stopped at {} as the file STOP asked; sbatch the same command to resume"
-        return Decision(Action.END, 0, sentence.format(ending.newest), False, forgets=True)
-    if ending.code in (MISTAKE, DIFFERENT):
+def decide(state: JobState) -> JobDecision:
+    """Returns what happens to the job in this state."""
+    outcome = state.outcome
+    if state.code == 0 and outcome.status == "finished":
+        return JobDecision(Action.END, 0, "finished: " + state.run_folder, False, is_final=True)
+    if state.stop_signal:
+        return _decide_stop_signal(state)
+    if state.code == 0 and outcome.stop_file:
+        sentence = "stopped at {} because the file STOP exists; sbatch the same command to resume"
+        return JobDecision(Action.END, 0, sentence.format(state.newest), False, is_final=True)
+    if state.code in (EXIT_USER_ERROR, EXIT_REPLAY_DIFFERS):
         sentence = "not queued again, since no restart can fix this"
-        return Decision(Action.END, ending.code, sentence, forgets=True)
-    if outcome.status == "stopped" and outcome.stop_file:  # as much of it as the failure left
+        return JobDecision(Action.END, state.code, sentence, is_final=True)
+    # The file STOP requested the end, but a rank failed before it had written a checkpoint.
+    if outcome.status == "stopped" and outcome.stop_file:
         sentence = (
-            "ended at {}: the file STOP asked, and a rank failed meanwhile; sbatch the same command to "
+            "ended at {}: the file STOP requested it, but a rank failed before it had stopped; sbatch the same command to "
             "resume"
         )
-        return Decision(Action.END, 1, sentence.format(ending.newest), forgets=True)
-    return _queue_again(ending)  # with code 0 too: ranks that a node's shutdown has ended
+        return JobDecision(Action.END, 1, sentence.format(state.newest), is_final=True)
+    # Also with exit code 0: the shutdown of a node ends its ranks in an orderly way.
+    return _queue_again(state)
 
 
-def _decide_asked(ending: Ending) -> Decision:
-    """Returns what becomes of a job that a signal has asked to stop."""
-    if ending.asked == "INT" or not ending.is_running:
-        sentence = (
-            "ended at {} by Slurm or by hand; if Slurm does not resume it, sbatch the same command"
-        )
-        return Decision(Action.END, ENDED, sentence.format(ending.newest), forgets=True)
+def _decide_stop_signal(state: JobState) -> JobDecision:
+    """Returns the decision for a job that a signal asked to stop."""
+    if state.stop_signal == "INT" or not state.is_running:
+        sentence = "ended at {} by Slurm or by a user; if Slurm does not resume it, sbatch the same command"
+        return JobDecision(Action.END, EXIT_SIGTERM, sentence.format(state.newest), is_final=True)
     leaves_no_time = (
-        ending.seconds_left <= LEAD_SECONDS and ending.seconds_run < ending.seconds_left
+        state.seconds_left <= MAX_NOTICE_SECONDS and state.seconds_run < state.seconds_left
     )
-    if ending.asked == "USR1" and leaves_no_time:
+    if state.stop_signal == "USR1" and leaves_no_time:
         sentence = (
-            f"error: Slurm asked to stop {ending.seconds_run:.0f} s after the start and {ending.seconds_left:.0f} s before the time limit, which leaves "
-            "no time to train; sbatch the same command with a longer --time, or with a shorter notice, as in "
+            f"error: Slurm requested a stop {state.seconds_run:.0f} s after the start and {state.seconds_left:.0f} s before the time limit, which leaves "
+            "no time to train; sbatch the same command with a longer --time or a shorter notice, such as "
             "--signal=B:USR1@60"
         )
-        return Decision(Action.END, MISTAKE, sentence, forgets=True)
-    return _queue_again(ending)
+        return JobDecision(Action.END, EXIT_USER_ERROR, sentence, is_final=True)
+    return _queue_again(state)
 
 
-def _queue_again(ending: Ending) -> Decision:
-    """Returns that the job is queued again, or that it gives up if its starts make no progress."""
-    if ending.restarts >= ending.max_restarts and ending.newest == ending.newest_before:
+def _queue_again(state: JobState) -> JobDecision:
+    """Returns the decision to queue the job again, or to give up if its starts make no progress."""
+    if state.restarts >= state.max_restarts and state.newest == state.newest_before:
         sentence = (
-            f"error: gave up after {ending.restarts} restarts without a checkpoint newer than {ending.newest} (MAX_RESTARTS={ending.max_restarts}); fix the "
+            f"error: gave up after {state.restarts} restarts without a checkpoint newer than {state.newest} (MAX_RESTARTS={state.max_restarts}); fix the "
             "cause, then sbatch the same command to resume"
         )
-        return Decision(Action.END, 1, sentence, forgets=True)
-    return Decision(Action.QUEUE_AGAIN, 0, "queued again, to resume from " + ending.newest)
+        return JobDecision(Action.END, 1, sentence, is_final=True)
+    return JobDecision(Action.QUEUE_AGAIN, 0, "queued again, to resume from " + state.newest)
 
 
-def starts_again_in_place(ending: Ending, restarted_from: str) -> bool:
-    """Returns whether the ranks start again as a new step of the same job: once for each new checkpoint, after a
-    rank or a launcher failed.
+def should_restart_ranks(state: JobState, restarted_from: str) -> bool:
+    """Returns whether the ranks are restarted as a new step of the same job.
 
-    restarted_from: the newest checkpoint when they did so last; "" if they never did.
+    They are restarted once for each new checkpoint, after a rank or a launcher failed.
+
+    restarted_from: the newest checkpoint at the previous restart; "" if there was none.
     """
-    outcome = ending.outcome
-    if ending.asked or outcome.stop_file or ending.code in (0, MISTAKE, DIFFERENT, NODE_FAULT):
+    outcome = state.outcome
+    if (
+        state.stop_signal
+        or outcome.stop_file
+        or state.code in (0, EXIT_USER_ERROR, EXIT_REPLAY_DIFFERS, EXIT_NODE_FAULT)
+    ):
         return False
-    if not outcome.status and ending.code != KILLED:
+    if not outcome.status and state.code != EXIT_SIGKILL:
         return False
-    return ending.max_restarts != 0 and restarted_from != ending.newest
+    return state.max_restarts != 0 and restarted_from != state.newest

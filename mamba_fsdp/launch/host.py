@@ -1,7 +1,8 @@
-"""What the programs of a job share on the host: lines for the user, mistakes, and which Python trains.
+"""Provides what the launcher's programs on the host share: messages, user errors, and the choice of
+the Python that trains.
 
-It runs on the cluster's own Python, which may be 3.6, with the standard library alone; so do job.py,
-tokenize_job.py, node_guard.py and what they import.
+This module, job.py, tokenize_job.py, node_guard.py and their imports run on the cluster's own
+Python. It can be as old as 3.6, so they use only its syntax and standard library.
 """
 
 import os
@@ -11,56 +12,58 @@ from typing import List, Mapping, NamedTuple, Optional
 
 PROJECT = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
 DEFAULT_IMAGE = "mamba-train.sqsh"
-SUPERBLOCK_BYTES = 48  # of a squashfs: its first four say so, its last eight how long the image is
+SUPERBLOCK_BYTES = (
+    48  # of squashfs: begins with the magic number and ends with the image size (8 bytes)
+)
 
 
-class Mistake(Exception):
-    """A user's mistake: what is wrong and what to do. No restart fixes it."""
+class LaunchError(Exception):
+    """An error that the user has to fix. The message explains what is wrong and what to do."""
 
-    exit_code = 2
+    exit_code = 2  # no restart fixes the error
 
 
 class Variables(NamedTuple):
-    """What people set in the environment of 1.train.sbatch, checked."""
+    """The validated environment variables of 1.train.sbatch."""
 
     image: str
-    mounts: List[str]  # whole paths of folders
+    mounts: List[str]  # absolute paths of folders
     profile: str
     max_restarts: int
     spare_nodes: int
-    min_nodes: int  # 0: the training needs all its nodes
+    min_nodes: int  # 0 if the training needs all its nodes
 
 
 class Environment(NamedTuple):
-    """What trains: the project's .venv, or an image with a Python of its own."""
+    """The Python that trains: the one of .venv in the project, or the one of an image."""
 
     python: str
-    image: str  # "" without one
+    image: str  # "" for .venv
 
     def __str__(self) -> str:
         return self.image or os.path.join(PROJECT, ".venv")
 
 
-def say(text: str = "") -> None:
-    """Prints a line."""
+def print_line(text: str = "") -> None:
+    """Prints a line to stdout."""
     write(1, text + "\n")
 
 
-def say_error(text: str) -> None:
-    """Prints an error's line to stderr."""
+def print_error(text: str) -> None:
+    """Prints an error message to stderr."""
     write(2, f"error: {text}\n")
 
 
 def write(stream: int, text: str) -> None:
-    """Writes to stdout (1) or stderr (2), even if its reader has gone: then it is lost, and no more."""
+    """Writes to stdout (1) or stderr (2). Drops the text if the reader has closed the pipe."""
     try:
         os.write(stream, os.fsencode(text))
     except OSError:
         pass
 
 
-def answer_of(*command: str) -> str:
-    """Returns what a command prints; "" if there is no such command, or if it fails."""
+def command_output(*command: str) -> str:
+    """Runs a command and returns its stdout; "" if the command does not exist or fails."""
     try:
         done = subprocess.run(
             command,
@@ -74,14 +77,16 @@ def answer_of(*command: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def set_up_python() -> None:
-    """Sets the environment of every Python that this job starts: this project's code, and no other packages than those
-    of its environment."""
+def set_python_variables() -> None:
+    """Sets the environment variables of all Python processes that this job starts.
+
+    They import this project and the packages of their own environment, and no other packages.
+    """
     os.environ.pop("PYTHONHOME", None)
     os.environ["PYTHONPATH"] = PROJECT
     os.environ["PYTHONNOUSERSITE"] = "1"
     os.environ["PYTHONUNBUFFERED"] = "1"
-    # Of Python 3.11 and newer: a file in the folder where one stands is no module of ours.
+    # Python 3.11 and newer then do not import files of the working directory.
     os.environ["PYTHONSAFEPATH"] = "1"
     gpus = os.environ.get("GPUS_PER_NODE")
     if gpus:
@@ -89,114 +94,129 @@ def set_up_python() -> None:
 
 
 def read_variables(environ: Mapping[str, str]) -> Variables:
-    """Returns the variables that people set. Raises Mistake if one has a value that means nothing."""
+    """Reads and validates the environment variables that users set. Raises LaunchError for an
+    invalid value.
+    """
     for name in ("PROCESSES_PER_NODE", "GPUS_PER_NODE"):
         value = environ.get(name) or "1"
         if not value.isdigit() or int(value) == 0:
-            raise Mistake(f"{name}={value}: expected 1 or more")
+            raise LaunchError(f"{name}={value}: expected an integer of at least 1")
     ranks = environ.get("PROCESSES_PER_NODE")
     gpus = environ.get("GPUS_PER_NODE")
     if ranks and gpus and ranks != gpus:
-        raise Mistake(
-            f"GPUS_PER_NODE={gpus} and PROCESSES_PER_NODE={ranks} mean the same; give one of them"
+        raise LaunchError(
+            f"GPUS_PER_NODE={gpus} and PROCESSES_PER_NODE={ranks} contradict each other; set only one of them"
         )
-    max_restarts = read_number(environ, "MAX_RESTARTS", 3)
-    spare_nodes = read_number(environ, "SPARE_NODES", 0)
-    min_nodes = read_number(environ, "MIN_NODES", 0)
+    max_restarts = read_count(environ, "MAX_RESTARTS", 3)
+    spare_nodes = read_count(environ, "SPARE_NODES", 0)
+    min_nodes = read_count(environ, "MIN_NODES", 0)
     profile = environ.get("PROFILE", "")
     if profile not in ("", "torch", "nsys"):
-        raise Mistake(f"PROFILE={profile}: choose torch or nsys")
+        raise LaunchError(f"PROFILE={profile}: expected torch or nsys")
     image = environ.get("IMAGE", "")
     mounts = read_mounts(environ)
     return Variables(image, mounts, profile, max_restarts, spare_nodes, min_nodes)
 
 
-def read_number(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Returns the number in a variable of the environment. Raises Mistake if it is none."""
+def read_count(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Returns the non-negative integer in an environment variable. Raises LaunchError for another
+    value.
+    """
     value = environ.get(name) or str(default)
     if not value.isdigit():
-        raise Mistake(f"{name}={value}: expected a number")
+        raise LaunchError(f"{name}={value}: expected a non-negative integer")
     return int(value)
 
 
 def read_mounts(environ: Mapping[str, str]) -> List[str]:
-    """Returns the folders that MOUNTS=FOLDER,..., DATA_PATH=FOLDER and FSX_MOUNT=FOLDER:FOLDER,... name."""
+    """Returns the folders listed in MOUNTS=FOLDER,..., DATA_PATH=FOLDER and
+    FSX_MOUNT=FOLDER:FOLDER,...
+
+    Raises LaunchError for a relative path, and for a folder that is mounted under another name.
+    """
     named = ",".join(environ.get(name, "") for name in ("MOUNTS", "DATA_PATH", "FSX_MOUNT"))
     folders = []
     for mount in named.replace("\n", ",").split(","):
         if not mount:
             continue
         if not mount.startswith("/"):
-            raise Mistake(
-                f"MOUNTS, DATA_PATH or FSX_MOUNT: {mount}: expected the whole path of a folder"
+            raise LaunchError(
+                f"MOUNTS, DATA_PATH or FSX_MOUNT: {mount}: expected the absolute path of a folder"
             )
         folder, _, inside = mount.partition(":")
         if inside not in ("", folder):
-            raise Mistake(
-                f"MOUNTS or FSX_MOUNT: {mount}: in the container each folder has its own name; write {folder}:{folder}"
+            raise LaunchError(
+                f"MOUNTS or FSX_MOUNT: {mount}: folders keep their paths in the container; write {folder}:{folder}"
             )
         folders.append(folder)
     return folders
 
 
 def choose_venv() -> Environment:
-    """Returns the project's own environment. Raises Mistake if there is none, or half of one."""
+    """Returns the environment in .venv. Raises LaunchError if it does not exist or is incomplete."""
     venv = os.path.join(PROJECT, ".venv")
     python = os.path.join(venv, "bin", "python")
     if not os.access(python, os.X_OK):
-        raise Mistake(f"there is no environment in {venv}; make it: ./0.create_env.sh")
+        raise LaunchError(f"the environment {venv} does not exist; create it: ./0.create_env.sh")
     if not os.path.isfile(os.path.join(venv, ".complete")):
-        raise Mistake(f"the environment {venv} is incomplete; make it again: ./0.create_env.sh")
+        raise LaunchError(
+            f"the environment {venv} is incomplete; create it again: ./0.create_env.sh"
+        )
     return Environment(python, "")
 
 
 def choose_environment(named: str) -> Environment:
-    """Returns the image that IMAGE names or that lies in the project, else .venv. Raises Mistake if
-    there is neither, or the image can't be used."""
-    image = os.path.join(PROJECT, named or DEFAULT_IMAGE)  # Pyxis asks a registry for a bare name
+    """Returns the image in IMAGE, else the default image if it exists in the project, else .venv.
+
+    Raises LaunchError if none of them exists, or if the image is unusable.
+    """
+    image = os.path.join(
+        PROJECT, named or DEFAULT_IMAGE
+    )  # an absolute path: Pyxis looks up other names in a registry
     if os.path.isfile(image):
         check_image(image)
         return Environment("python3", image)
     if named:
-        raise Mistake(
-            f"IMAGE={named}: there is no such file ({image}); build it (docs/image.md), or unset IMAGE to use "
+        raise LaunchError(
+            f"IMAGE={named}: the file {image} does not exist; build the image (docs/image.md), or unset IMAGE to use "
             ".venv"
         )
     if os.path.lexists(os.path.join(PROJECT, ".venv")):
         return choose_venv()
-    raise Mistake(
-        f"there is neither an image ({image}) nor an environment ({PROJECT}/.venv); build an image (docs/image.md) "
-        "or make the environment: ./0.create_env.sh"
+    raise LaunchError(
+        f"found neither an image ({image}) nor an environment ({PROJECT}/.venv); build an image (docs/image.md) "
+        "or create the environment: ./0.create_env.sh"
     )
 
 
 def check_image(image: str) -> None:
-    """Raises Mistake if the file can't be read, is not a squashfs image, or is a part of one."""
+    """Raises LaunchError if the file can't be read, is not a squashfs image, or is truncated."""
     try:
         with open(image, "rb") as file:
             superblock = file.read(SUPERBLOCK_BYTES)
     except OSError:
-        raise Mistake(
+        raise LaunchError(
             f"the image {image} can't be read by user {os.getuid()}: chmod a+r it"
         ) from None
     if superblock[:4] != b"hsqs":
-        raise Mistake(
-            f"{image} is no squashfs image; make it with enroot import (docs/image.md), or copy it again"
+        raise LaunchError(
+            f"{image} is not a squashfs image; make it with enroot import (docs/image.md), or copy it again"
         )
     is_short = len(superblock) < SUPERBLOCK_BYTES
     if is_short or os.stat(image).st_size < struct.unpack("<Q", superblock[40:])[0]:
-        raise Mistake(f"the image {image} was cut short; copy it again")
+        raise LaunchError(f"the image {image} is truncated; copy it again")
 
 
-def python_for_settings() -> Optional[str]:
-    """Returns a Python of this host that can read settings, before an image is unpacked; None if there
-    is none."""
+def find_settings_python() -> Optional[str]:
+    """Returns a Python of this host that can read the settings before an image is unpacked; None if
+    there is none.
+    """
     venv = os.path.join(PROJECT, ".venv")
     own = os.path.join(venv, "bin", "python")
     if os.access(own, os.X_OK) and os.path.isfile(os.path.join(venv, ".complete")):
         return own
     for python in (own, "python3"):
         can = "import sys, yaml; print(sys.version_info >= (3, 10))"
-        if answer_of(python, "-c", can).strip() == "True":
+        if command_output(python, "-c", can).strip() == "True":
             return python
     return None

@@ -1,4 +1,8 @@
-"""A training on this machine: `./1.train.sbatch`, Ctrl-C and what is said at the end. For any Python 3.6, see host.py."""
+"""Trains on this machine: `./1.train.sbatch` without Slurm, including Ctrl-C, Ctrl-Z and the
+messages at the end.
+
+Runs on Python 3.6 or newer, see host.py.
+"""
 
 import contextlib
 import glob
@@ -11,24 +15,27 @@ import subprocess
 import tempfile
 from typing import Any, Callable, Dict, List
 
-from mamba_fsdp.launch.decision import KILLED, Ending
-from mamba_fsdp.launch.host import PROJECT, Mistake, Variables, choose_venv, say, write
-from mamba_fsdp.launch.node_command import launcher_of, on_node
+from mamba_fsdp.launch.decision import EXIT_SIGKILL, JobState
+from mamba_fsdp.launch.host import PROJECT, LaunchError, Variables, choose_venv, print_line, write
+from mamba_fsdp.launch.node_command import launcher_command, with_node_setup
 from mamba_fsdp.launch.plan_reader import Plan, read_plan
-from mamba_fsdp.launch.start_folder import StartFolder, name_here
-from mamba_fsdp.launch.starts import Starts
-from mamba_fsdp.launch.supervisor import Supervisor, processes_below, written_until
+from mamba_fsdp.launch.start_folder import StartFolder, local_start_name
+from mamba_fsdp.launch.starts import RankRestarts
+from mamba_fsdp.launch.supervisor import Supervisor, list_children, stop_file_writer
 from mamba_fsdp.run.names import STATUS, newest_checkpoint
 
 INTERRUPTED = 130
-KILLED_LAUNCHER = "error: a launcher was killed by SIGKILL, and all ranks with it; the kernel does so when memory runs out (dmesg)"
+KILLED_LAUNCHER = "error: a launcher was killed by SIGKILL, and all its ranks with it; the most likely cause is that the node ran out of memory (see dmesg)"
 
 
-def train_here(called: str, words: List[str], variables: Variables, is_demo: bool) -> int:
-    """Trains on this machine. Returns the exit code. called: the command's name, to resume by."""
+def train_here(called: str, args: List[str], variables: Variables, is_demo: bool) -> int:
+    """Trains on this machine. Returns the exit code.
+
+    called: the command's name in the message that explains how to resume.
+    """
     python = choose_venv().python
     with contextlib.suppress(KeyboardInterrupt):
-        answer = read_plan(python, words)
+        answer = read_plan(python, args)
         if not answer.plan:
             return answer.code
         if answer.plan.dry_run:
@@ -36,59 +43,64 @@ def train_here(called: str, words: List[str], variables: Variables, is_demo: boo
         training = LocalTraining(python, answer.plan, variables)
         code = training.run()
         if training.is_resumable:
-            command = [called] + ([] if is_demo else words)
+            command = [called] + ([] if is_demo else args)
             newest = newest_checkpoint(answer.plan.run_folder) or "start"
-            say("to resume from {}: {}".format(newest, " ".join(map(shlex.quote, command))))
+            print_line("to resume from {}: {}".format(newest, " ".join(map(shlex.quote, command))))
         if code == 0 and is_demo and training.status().get("status") == "finished":
-            training.give_back_signals()
+            training.restore_signals()
             show_demo(python)
         return code
     return INTERRUPTED
 
 
 def dry_run(python: List[str], settings: Dict[str, Any], nodes: int) -> int:
-    """Says what would be trained on so many nodes, by one process without ranks, which leaves nothing. Returns its
-    exit code. python: the command's first words."""
+    """Prints what a training on this number of nodes would do. Returns the exit code.
+
+    It runs in one process without ranks, which leaves no files. python: the beginning of the
+    command line.
+    """
     os.environ["MAMBA_FSDP_NODES"] = str(nodes)
     command = [*python, os.path.join(PROJECT, "training.py"), "--resolved=/dev/stdin"]
     done = subprocess.run(command, input=json.dumps(settings).encode())
     if done.returncode == 0:
-        say("dry run: nothing was trained")
+        print_line("dry run: nothing was trained")
     return done.returncode
 
 
 class LocalTraining:
-    """A training under way on this machine."""
+    """A training on this machine, from the checked settings to its end."""
 
     def __init__(self, python: str, plan: Plan, variables: Variables) -> None:
         self.python = python
         self.plan = plan
         self.variables = variables
         self.supervisor = Supervisor()
-        self.folder = StartFolder(plan.run_folder, name_here(), bool(plan.replay))
+        self.folder = StartFolder(plan.run_folder, local_start_name(), bool(plan.replay))
         self.status_before = self.status()
         self.interrupts = 0
-        self.was_killed = False  # the launcher, since the user did not want to wait
-        self.stopped_at_once = False  # before the first step
-        self.ask: Callable[[], None] = lambda: None  # the ranks to stop
+        self.was_killed = (
+            False  # whether the user ended the launcher without waiting for a checkpoint
+        )
+        self.stopped_before_first_step = False
+        self.ask_ranks: Callable[[], None] = lambda: None  # asks the ranks to stop
         self.handlers_before: Dict[int, Any] = {}
-        self.hurries = signal.SIGTERM  # what ends the command that runs now at once
+        self.immediate_stop_signal = signal.SIGTERM  # ends the current command immediately
 
     @property
     def is_resumable(self) -> bool:
-        """Whether the user stopped the training after it had begun."""
-        return bool(self.supervisor.asked) and not self.stopped_at_once
+        """Whether the user stopped the training after its first step."""
+        return bool(self.supervisor.stop_signal) and not self.stopped_before_first_step
 
     def run(self) -> int:
-        """Returns the exit code of the training, which starts again after a rank failed."""
+        """Runs the training, and restarts it after a rank failed. Returns the exit code."""
         try:
             self.folder.make(self.plan.settings)
         except OSError:
             self.folder.remove()
-            raise Mistake("save_ckpt_path: can't write to " + self.plan.run_folder) from None
+            raise LaunchError("save_ckpt_path: can't write to " + self.plan.run_folder) from None
         self.listen()
         try:
-            with written_until(self.folder.stop, self.supervisor.reason) as self.ask:
+            with stop_file_writer(self.folder.stop, self.supervisor.reason) as self.ask_ranks:
                 return self.make_data() or self.train()
         finally:
             self.ignore_signals()
@@ -99,40 +111,45 @@ class LocalTraining:
         if not self.plan.missing_data:
             return 0
         builtin = os.path.relpath(self.plan.missing_data)
-        words = [self.python, os.path.join(PROJECT, "get_dataset.py"), "builtin", builtin]
-        code = self.supervisor.run_training(words, self.supervisor.terminate)
-        if self.supervisor.asked:
-            return self.say_end(self.ending(code))
+        args = [self.python, os.path.join(PROJECT, "get_dataset.py"), "builtin", builtin]
+        code = self.supervisor.run_training(args, self.supervisor.terminate)
+        if self.supervisor.stop_signal:
+            return self.print_end(self.job_state(code))
         return code
 
     def train(self) -> int:
-        """Runs the ranks, again after a failure that a restart may fix. Returns the exit code."""
-        words = ["--standalone", "--rdzv-id=" + os.path.basename(self.folder.path)]
-        words += self.plan.program(os.path.join(PROJECT, "training.py"), self.folder.settings)
-        self.hurries = signal.SIGQUIT  # at which a launcher kills its ranks
-        launcher = launcher_of(
+        """Runs the ranks, and restarts them after a failure that a restart can fix. Returns the
+        exit code.
+        """
+        args = ["--standalone", "--rdzv-id=" + os.path.basename(self.folder.path)]
+        args += self.plan.rank_command(os.path.join(PROJECT, "training.py"), self.folder.settings)
+        self.immediate_stop_signal = signal.SIGQUIT  # a launcher kills its ranks then
+        launcher = launcher_command(
             self.python, self.plan.run_folder, self.variables.profile, str(os.getpid())
         )
-        if self.variables.profile != "nsys":  # whose process would be in between
-            os.environ["LAUNCHER_PID"] = str(os.getpid())  # it and its ranks end with this process
-        command = on_node(launcher + words)
-        starts = Starts(lambda: self.run_launcher(command), self.ending)
-        return self.say_end(starts.run())
+        # The launcher and its ranks end with this process. Under nsys, the launcher is not our child.
+        if self.variables.profile != "nsys":
+            os.environ["LAUNCHER_PID"] = str(os.getpid())
+        command = with_node_setup(launcher + args)
+        starts = RankRestarts(lambda: self.run_launcher(command), self.job_state)
+        return self.print_end(starts.run())
 
     def run_launcher(self, command: List[str]) -> int:
-        """Returns the launcher's exit code, after removing what it leaves if it is killed."""
-        self.folder.forget_failures()
-        code = self.supervisor.run_training(command, self.ask)
+        """Runs the launcher and removes the files that it leaves if it is killed. Returns its exit
+        code.
+        """
+        self.folder.remove_outcome()
+        code = self.supervisor.run_training(command, self.ask_ranks)
         left = f"mamba-train-{self.supervisor.last_pid}-*"
         for folder in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), left)):
             shutil.rmtree(folder, ignore_errors=True)
         return code
 
-    def ending(self, code: int) -> Ending:
-        """Returns what is known now that the launcher has ended with this code."""
+    def job_state(self, code: int) -> JobState:
+        """Returns the state of the training after the launcher has ended with this exit code."""
         newest = newest_checkpoint(self.plan.run_folder) or "start"
         outcome = self.folder.outcome()
-        return Ending(
+        return JobState(
             code=outcome.code if outcome.status else code,
             outcome=outcome,
             run_folder=self.plan.run_folder,
@@ -140,108 +157,120 @@ class LocalTraining:
             newest_before=newest,
             restarts=0,
             max_restarts=self.variables.max_restarts,
-            asked=self.supervisor.asked,
+            stop_signal=self.supervisor.stop_signal,
         )
 
-    def say_end(self, ending: Ending) -> int:
-        """Says the first error of the ranks, or that nothing was lost. Returns the exit code."""
-        if ending.outcome.error:
-            write(2, ending.outcome.error)
-        elif ending.code == KILLED and not self.was_killed:
-            say(KILLED_LAUNCHER)
-        if self.stopped_at_once:
-            say()
-            say("stopped    before the first step of this start: nothing was lost")
-        if self.supervisor.asked and (ending.code == 0 or self.was_killed):
-            return 128 + signal.Signals["SIG" + self.supervisor.asked]
-        return ending.code
+    def print_end(self, state: JobState) -> int:
+        """Prints the first error of the ranks, or that nothing was lost. Returns the exit code."""
+        if state.outcome.error:
+            write(2, state.outcome.error)
+        elif state.code == EXIT_SIGKILL and not self.was_killed:
+            print_line(KILLED_LAUNCHER)
+        if self.stopped_before_first_step:
+            print_line()
+            print_line("stopped    before the first step of this start: nothing was lost")
+        if self.supervisor.stop_signal and (state.code == 0 or self.was_killed):
+            return 128 + signal.Signals["SIG" + self.supervisor.stop_signal]
+        return state.code
 
     # ------------------------------------------------------------------------------------------------ signals
 
     def listen(self) -> None:
-        """Takes the signals of a terminal. Under nohup a closed terminal stays without effect."""
+        """Installs the handlers of the signals that a terminal sends.
+
+        SIGHUP stays ignored if nohup ignored it, so that closing the terminal does not end the
+        training.
+        """
         handlers: Dict[int, Callable[[int], None]] = {
             signal.SIGINT: self.interrupt,
             signal.SIGTERM: self.stop,
-            signal.SIGTSTP: self.stand_still,
+            signal.SIGTSTP: self.suspend,
         }
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             handlers[signal.SIGHUP] = self.stop
         self.handlers_before = {number: signal.getsignal(number) for number in handlers}
         self.supervisor.listen(handlers)
 
-    def give_back_signals(self) -> None:
-        """Lets signals do what they did before the training: Ctrl-C ends what runs."""
+    def restore_signals(self) -> None:
+        """Restores the signal handlers of before the training, so that Ctrl-C ends the program."""
         for number, handler in self.handlers_before.items():
             signal.signal(number, handler)
 
     def ignore_signals(self) -> None:
-        """Lets no signal disturb the last words."""
+        """Ignores further signals, so that the last messages are complete."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
 
     def interrupt(self, number: int) -> None:
-        """Handles Ctrl-C: the second time it does not wait."""
+        """Handles Ctrl-C. The second time, the ranks are ended without a checkpoint."""
         self.interrupts += 1
         if self.interrupts > 1:
-            self.hurry()
+            self.stop_now()
         self.stop(number)
 
     def stop(self, number: int) -> None:
-        """Asks the ranks to stop, or ends them at once before the first step. A window that closes may say so twice, and
-        after Ctrl-C too."""
-        if not self.supervisor.asked and not self.has_stepped():
-            say()
-            say("stopping   at once")
-            self.stopped_at_once = True
-            self.hurry()
-        elif not self.supervisor.asked:
-            say()
-            say(
-                "stopping   once the ranks, which look each second, have ended a step and written a checkpoint; Ctrl-C "
-                "again doesn't wait"
+        """Asks the ranks to stop, or ends them immediately if they have not completed a step.
+
+        A terminal that closes can send several signals, also after Ctrl-C; all but the first are
+        ignored.
+        """
+        if not self.supervisor.stop_signal and not self.has_completed_step():
+            print_line()
+            print_line("stopping   immediately")
+            self.stopped_before_first_step = True
+            self.stop_now()
+        elif not self.supervisor.stop_signal:
+            print_line()
+            print_line(
+                "stopping   after the current step and a checkpoint; press Ctrl-C again to stop immediately"
             )
-        self.supervisor.ask_to_stop(number)
+        self.supervisor.request_stop(number)
 
-    def hurry(self) -> None:
-        """Ends what runs now without waiting for a checkpoint."""
+    def stop_now(self) -> None:
+        """Ends the current command without waiting for a checkpoint."""
         self.was_killed = True
-        self.supervisor.send(self.hurries)
+        self.supervisor.send(self.immediate_stop_signal)
 
-    def stand_still(self, number: int) -> None:
-        """Handles Ctrl-Z, until fg or SIGCONT: the ranks are in sessions of their own, which no terminal reaches."""
+    def suspend(self, number: int) -> None:
+        """Handles Ctrl-Z: suspends the ranks and this process until fg or SIGCONT.
+
+        The ranks run in their own sessions, which do not receive the signals of the terminal.
+        """
         child = self.supervisor.child
-        processes = [child.pid, *processes_below(child.pid)] if child else []
+        processes = [child.pid, *list_children(child.pid)] if child else []
         send_to(processes, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         send_to(processes, signal.SIGCONT)
 
     def status(self) -> Dict[str, Any]:
-        """Returns the run's status; {} without one."""
+        """Returns the content of the run's status.json; {} if it does not exist."""
         with contextlib.suppress(OSError, ValueError):
             with open(os.path.join(self.plan.run_folder, STATUS)) as file:
                 status = json.load(file)
                 return status if isinstance(status, dict) else {}
         return {}
 
-    def has_stepped(self) -> bool:
-        """Returns whether this start has made a step: the status is then another one, and no longer that of a start."""
+    def has_completed_step(self) -> bool:
+        """Returns whether this start has completed a step: the status has then changed, and its
+        reason is no longer "starting".
+        """
         status = self.status()
         return status != self.status_before and status.get("reason") != "starting"
 
 
 def send_to(processes: List[int], number: int) -> None:
+    """Sends a signal to processes. Those that have ended are skipped."""
     for pid in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def show_demo(python: str) -> None:
-    """Shows what the demo's model writes, and how to go on from there."""
-    say()
-    say('what it writes after "def ":')
+    """Shows a sample of the demo's model, and prints commands to continue with."""
+    print_line()
+    print_line('what it writes after "def ":')
     subprocess.run([python, "-m", "mamba_fsdp", "generate", "runs/demo", "--prompt=def "])
-    say(
+    print_line(
         """
 runs/demo holds the run: metrics.jsonl its losses, checkpoints/ its states,
 pth/ the trained model; data/builtin holds its text as tokens. For your text:

@@ -1,4 +1,4 @@
-"""Finds what a node has: its GPUs, its network interfaces, and the environment that Python runs in."""
+"""Finds the GPUs and network interfaces of a node, and sets up the environment of its ranks."""
 
 import contextlib
 import ctypes
@@ -16,26 +16,30 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError, is_checkout
-from mamba_fsdp.launch.host import say
-from mamba_fsdp.launch.watcher import WATCHED
+from mamba_fsdp.launch.host import print_line
+from mamba_fsdp.launch.watcher import HANDLED_SIGNALS
 from mamba_fsdp.run.names import CACHES
 
 PROJECT = Path(__file__).resolve().parents[2]
 SIOCGIFADDR = 0x8915  # Linux's number for "the IPv4 address of this interface"
 PR_SET_PDEATHSIG = 1  # Linux's number for "the signal that my parent's death sends me"
 LOOPBACK = "127.0.0.1"
-LAUNCHER = "LAUNCHER_PID"  # in the environment: the process that has started this one
+LAUNCHER = "LAUNCHER_PID"  # environment variable: the process id of the launcher
 
 
-def assigned_gpus() -> int:
-    """Returns how many GPUs this process may use: those that Slurm or the user chose, else all that the driver shows."""
+def count_assigned_gpus() -> int:
+    """Returns the number of GPUs in CUDA_VISIBLE_DEVICES, or of all GPUs of the driver if it is not
+    set.
+    """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = driver_gpus() if chosen is None else chosen.split(",")
+    names = list_driver_gpus() if chosen is None else chosen.split(",")
     return len([name for name in names if name.strip() not in ("", "-1", "NoDevFiles")])
 
 
-def driver_gpus() -> list[str]:
-    """Returns the names of the GPUs that the NVIDIA driver shows, such as `NVIDIA H100 80GB HBM3`; [] without a driver."""
+def list_driver_gpus() -> list[str]:
+    """Returns the names of the GPUs that the NVIDIA driver lists, such as `NVIDIA H100 80GB HBM3`;
+    [] without a driver.
+    """
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -43,11 +47,13 @@ def driver_gpus() -> list[str]:
     return listed.stdout.split("\n")[:-1] if listed.returncode == 0 else []
 
 
-def efa_plugin() -> str | None:
-    """Returns the library by which NCCL uses EFA (aws-ofi-nccl); None if NCCL would load none.
+def find_efa_library() -> str | None:
+    """Returns the name of NCCL's plugin library for EFA (aws-ofi-nccl); None if NCCL would find
+    none.
 
-    NCCL opens libnccl-net.so, or libnccl-net-NAME.so with NCCL_NET_PLUGIN=NAME, which may also be a file. 1.train.sbatch
-    sets the variable on a node of a job."""
+    NCCL opens libnccl-net.so, or libnccl-net-NAME.so if NCCL_NET_PLUGIN=NAME, where NAME can also
+    be a file. 1.train.sbatch sets this variable on the nodes of a job.
+    """
     plugin = os.environ.get("NCCL_NET_PLUGIN", "")
     names = ["libnccl-net.so"]
     if plugin:
@@ -59,19 +65,25 @@ def efa_plugin() -> str | None:
     return None
 
 
-def interface_towards(hosts: Iterable[str]) -> str:
-    """Returns the network interface that leads to the first host for which there is one; "" if there is none, or for
-    IPv6. The loopback interface leads to LOOPBACK alone: by Debian's /etc/hosts it would be the node's own name's."""
+def find_interface_to(hosts: Iterable[str]) -> str:
+    """Returns the network interface of the route to the first reachable host; "" if there is none,
+    and for IPv6.
+
+    The loopback interface is returned only for LOOPBACK itself: in Debian's /etc/hosts, the name of
+    a node resolves to an address of its loopback interface.
+    """
     for host in hosts:
         with (
             contextlib.suppress(OSError),
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
         ):
-            probe.connect((host, 9))  # sends nothing, but looks the route up
+            probe.connect((host, 9))  # for UDP, this only looks up the route
             here = probe.getsockname()[0]
             if host == LOOPBACK or not here.startswith("127."):
                 for _, name in socket.if_nameindex():
-                    with contextlib.suppress(OSError):  # one without an IPv4 address
+                    with contextlib.suppress(
+                        OSError
+                    ):  # raised for interfaces without an IPv4 address
                         answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
                         if socket.inet_ntoa(answer[20:24]) == here:
                             return name
@@ -79,34 +91,36 @@ def interface_towards(hosts: Iterable[str]) -> str:
 
 
 def check_loopback() -> None:
-    """Raises UserError if processes of this machine can't meet on its loopback interface."""
+    """Raises UserError if processes of this machine can't connect through its loopback interface."""
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
             socket.create_connection(server.getsockname(), timeout=10).close()
     except OSError as error:
         raise UserError(
-            f"the ranks can't meet on this machine's loopback interface, {LOOPBACK} ({error.strerror}); "
-            "switch it on: ip link set lo up"
+            f"the ranks can't connect through the loopback interface of this machine, {LOOPBACK} ({error.strerror}); "
+            "enable it: ip link set lo up"
         ) from None
 
 
 def node_name() -> str:
-    """Returns this node's name: Slurm's, or else the machine's own."""
+    """Returns the name of this node in Slurm, or else its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def is_first_node() -> bool:
-    """Returns whether this node speaks for all, or is the only one."""
+    """Returns whether this is the first node of the job, which prints messages for all nodes."""
     number = os.environ.get("SLURM_NODEID") or os.environ.get("PET_NODE_RANK")
     return (number or "0") == "0"
 
 
 def check_version(environment: str | Path = sys.prefix) -> None:
-    """Raises UserError unless `environment` (.venv, or the image's own) was made from this checkout's requirements.
+    """Raises UserError unless `environment` (.venv, or that of the image) matches this checkout's
+    requirements.
 
-    Its stamp, the file .complete, has two lines: the stack and the SHA-256 of requirements/STACK.txt.
+    Its file .complete has two lines: the name of the stack and the SHA-256 of
+    requirements/STACK.txt.
     """
-    if not is_checkout():  # an installed package: pip has seen to what it needs
+    if not is_checkout():  # pip has checked the dependencies of an installed package
         return
     stamp = Path(environment, ".complete")
     stamps = [
@@ -115,76 +129,84 @@ def check_version(environment: str | Path = sys.prefix) -> None:
     ]
     if not stamp.is_file() or stamp.read_text() not in stamps:
         raise UserError(
-            f"the environment {environment} is incomplete or was made from other requirements than this "
-            "checkout's; run ./0.create_env.sh, or with an image: build and import it again"
+            f"the environment {environment} is incomplete or does not match the requirements of this checkout; "
+            "run ./0.create_env.sh, or build and import the image again"
         )
 
 
 def end_with_launcher(number: signal.Signals) -> None:
-    """Has Linux send this process the signal when its parent dies, even by kill -9.
+    """Makes Linux send this process the signal when its parent process dies, even from SIGKILL.
 
-    A rank that survived would hold the run folder and its GPU for hours. This does nothing if the
-    parent is not a launcher but a shell, or Slurm, which ends the processes of a step itself.
+    A rank that survived its launcher would occupy the run folder and its GPU for hours. This
+    function does nothing if the parent is a shell, or Slurm, which itself ends the processes of a
+    step.
     """
     launcher = os.environ.get(LAUNCHER)
     is_rank = "TORCHELASTIC_RUN_ID" in os.environ
     if sys.platform == "linux" and (launcher or is_rank):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-        if launcher and str(os.getppid()) != launcher:  # the launcher is dead already
+        if launcher and str(os.getppid()) != launcher:  # the launcher has died already
             os.kill(os.getpid(), number)
 
 
-def begin_rank() -> None:
-    """Unblocks, in this process, a rank, the signals that its launcher blocks, and ends it when the launcher ends."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+def set_up_rank_signals() -> None:
+    """Prepares the signals of a rank: unblocks those that its launcher blocks, and lets the rank
+    end with the launcher.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     end_with_launcher(signal.SIGKILL)
 
 
-def say_loading() -> None:
-    """Says what takes the next seconds, unless this process has PyTorch already."""
+def print_loading() -> None:
+    """Prints that PyTorch is being loaded, which takes seconds, unless this process has loaded it
+    already.
+    """
     if "torch" not in sys.modules:
-        say("loading    PyTorch")
+        print_line("loading    PyTorch")
 
 
 def processes_per_node() -> int:
-    """Returns how many ranks a node has: as PROCESSES_PER_NODE or torchrun's variable says, else one a GPU, or one on a
-    CPU."""
+    """Returns the number of ranks of a node: PROCESSES_PER_NODE, torchrun's PET_NPROC_PER_NODE, or
+    else one for each GPU, or one on a CPU.
+    """
     chosen = os.environ.get("PROCESSES_PER_NODE") or os.environ.get("PET_NPROC_PER_NODE", "auto")
     if chosen.isdecimal():
         return int(chosen)
-    return assigned_gpus() or 1
+    return count_assigned_gpus() or 1
 
 
 def set_environment(run_folder: Path, scratch: Path, first_node: str) -> None:
-    """Sets the environment variables of the ranks; the user's own values stay.
+    """Sets the environment variables of the ranks. Variables that the user has set are not changed,
+    except TMPDIR.
 
-    scratch: a folder on the node's own disk. first_node: a name.
+    scratch: a folder on the local disk of the node. first_node: the host name of the first node.
     """
     caches = run_folder.parent / CACHES
     processes = processes_per_node()
     wanted = {
-        # Compiled kernels outlive the job. Rank 0 alone writes Triton's, see patches/.
+        # Compiled kernels are kept for later jobs. Only rank 0 writes the kernels of Triton, see patches/.
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_AUTOTUNING": "1",
         "TRITON_DUMP_DIR": str(scratch / "triton-dump"),
     }
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        # Otherwise fragmentation takes gigabytes of a GPU. Torch 2.2 reads the old name, newer versions both.
+        # Otherwise fragmentation wastes gigabytes of GPU memory. Torch 2.2 reads only the old name, newer
+        # versions read both.
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    if processes > 1:  # torchrun would give each rank one thread
+    if processes > 1:  # otherwise torchrun limits each rank to one thread
         threads = len(os.sched_getaffinity(0)) // processes
         wanted["OMP_NUM_THREADS"] = str(max(1, threads))
-    if _has_rank0_cache():  # Triton 3.4 and newer need to be told
+    if _has_rank0_cache():  # Triton 3.4 and newer do not use it by default
         wanted["TRITON_CACHE_MANAGER"] = "triton.runtime.rank0_cache:Rank0CacheManager"
-    # gloo by itself takes the interface of the node's own name, which is 127.0.1.1 on Debian.
-    interface = interface_towards([first_node, os.environ.get("LAST_NODE", "")])
+    # By default, gloo uses the interface of the host name's address, which is 127.0.1.1 on Debian.
+    interface = find_interface_to([first_node, os.environ.get("LAST_NODE", "")])
     if interface:
         wanted["GLOO_SOCKET_IFNAME"] = interface
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
-    os.environ["TMPDIR"] = str(scratch)  # removed with what killed ranks leave there
+    os.environ["TMPDIR"] = str(scratch)  # removed at the end, with the files of killed ranks
     os.environ[LAUNCHER] = str(os.getpid())
 
 

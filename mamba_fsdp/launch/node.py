@@ -1,14 +1,15 @@
-"""One node's share of a run: torchrun's agent, and a rank for each GPU, which it starts.
+"""Runs the ranks of one node: starts torchrun's agent, which starts a rank for each GPU.
 
     python -m mamba_fsdp.launch.node RUN_FOLDER [torchrun options] training.py [--SETTING=VALUE ...]
 
-When a rank fails, the others fail because of it soon after, and the log is full of their errors. So each node
-leaves its first failure, as NODE.json, in the folder of this start, RUN_FOLDER/starts/ID (ID is torchrun's --rdzv-id;
-job.py makes the folder). How the training ended, with the first failure of all nodes, is in the file outcome.json
-there, an `Outcome` of decision.py; job.py reads it and decides whether ranks start again.
+When a rank fails, the other ranks fail soon after because of it, and the log is full of their
+errors. Therefore each node writes its first failure to NODE.json in the folder of this start,
+RUN_FOLDER/starts/ID (ID is torchrun's --rdzv-id; job.py makes the folder). The file outcome.json in
+the same folder contains how the training ended, with the first failure of all nodes, as a
+TrainingOutcome of decision.py. job.py reads it and decides whether to restart the ranks.
 
-Elsewhere, in Kubernetes for one (kubernetes/README.md), there is no --rdzv-id. Then the nodes share
-RUN_FOLDER/starts/none, and each prints the first failure of all.
+Under other launchers, such as Kubernetes (kubernetes/README.md), there is no --rdzv-id. The nodes
+then share RUN_FOLDER/starts/none, and each prints the first failure of all nodes.
 """
 
 import contextlib
@@ -24,17 +25,17 @@ from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.errors import StorageError, UserError, first_line
-from mamba_fsdp.launch.decision import Outcome
+from mamba_fsdp.launch.decision import TrainingOutcome
 from mamba_fsdp.launch.failures import Failure, first_failure
 from mamba_fsdp.launch.machine import (
     end_with_launcher,
     is_first_node,
     node_name,
+    print_loading,
     processes_per_node,
-    say_loading,
     set_environment,
 )
-from mamba_fsdp.launch.watcher import WATCHED, Watcher
+from mamba_fsdp.launch.watcher import HANDLED_SIGNALS, Watcher
 from mamba_fsdp.run.names import (
     OLD_STOP_VARIABLE,
     OUTCOME,
@@ -48,29 +49,31 @@ from mamba_fsdp.run.names import (
 from mamba_fsdp.run.records import OTHER_RANK_REASON, repair_status
 from mamba_fsdp.storage.patience import retry_io, sync_folder, write_atomically
 
-# Slurm ends the job with the first node that exits: it waits, so that the other nodes can write their failures.
-SECONDS_FOR_OTHERS = 3
-NO_ID = "none"  # torchrun's --rdzv-id where nobody gave one
+# Slurm ends the step when the first node exits, so each node waits until the others have written their failures.
+FAILURE_WAIT_SECONDS = 3
+NO_ID = "none"  # torchrun's default --rdzv-id
 
 
-def main(run: Path, words: list[str]) -> int:
-    """Runs this node's ranks to their end. Returns the exit code of the rank that failed first."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+def main(run: Path, args: list[str]) -> int:
+    """Runs the ranks of this node until they exit. Returns the exit code of the rank that failed
+    first.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     end_with_launcher(signal.SIGQUIT)
     if is_first_node():
-        say_loading()
-    # torch would say many times that an address has no name; it reads this once, when it is imported.
+        print_loading()
+    # Hides many warnings about addresses without a name. torch reads the variable when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Late, since it imports torch: libraries start threads, and these inherit which signals are blocked.
+    # Imported after the signals are blocked: torch's libraries start threads, which inherit the mask.
     from mamba_fsdp.launch import agent
 
     ranks = processes_per_node()
-    options = agent.read_options([f"--nproc-per-node={ranks}", *words])
+    options = agent.read_options([f"--nproc-per-node={ranks}", *args])
     folder = Path(run, STARTS, options.rdzv_id)
-    forget_earlier_start(folder)
+    remove_earlier_outcome(folder)
     os.environ[START_VARIABLE] = str(folder)
     os.environ.setdefault(OLD_STOP_VARIABLE, retry_io(partial(stop_file_id, str(run)), run))
-    # job.py removes a folder of this name when this process was killed.
+    # If this process is killed, job.py removes the folders that match this name.
     with tempfile.TemporaryDirectory(prefix=f"mamba-train-{os.getpid()}-") as scratch:
         first_node = options.rdzv_endpoint.rpartition(":")[0] or options.master_addr
         set_environment(run, Path(scratch), first_node)
@@ -79,23 +82,28 @@ def main(run: Path, words: list[str]) -> int:
         watcher.start()
         failure = agent.run_ranks(options, watcher)
     if watcher.request:
-        repair_status(run)  # that of ranks which the signal has ended at once
+        repair_status(run)  # ranks that the signal ended immediately could not
         return 128 + watcher.request
     if failure:
-        leave(folder / f"{failure.node}.json", asdict(failure))
+        write_shared_json(folder / f"{failure.node}.json", asdict(failure))
         if not options.standalone:
-            time.sleep(SECONDS_FOR_OTHERS)
+            time.sleep(FAILURE_WAIT_SECONDS)
         failure = first_failure(folder) or failure
-    has_own_words = options.standalone and ranks == 1  # right above
-    outcome = outcome_of(run, folder, failure, has_own_words)
+    # The output of a single rank ends with its error.
+    error_is_printed = options.standalone and ranks == 1
+    outcome = build_outcome(run, folder, failure, error_is_printed)
     if folder.name == NO_ID:
         return print_outcome(outcome)
     return publish_outcome(folder, outcome, failure)
 
 
-def forget_earlier_start(folder: Path) -> None:
-    """Removes how an earlier start of this name ended. With an ID that was a start of this step: HyperPod has replaced a
-    node, because of which others failed."""
+def remove_earlier_outcome(folder: Path) -> None:
+    """Removes the failures and the outcome of an earlier start from the folder, on the first node
+    only.
+
+    With an ID, the earlier start belongs to the same Slurm step: HyperPod has replaced a node and
+    started the step again.
+    """
     if not is_first_node():
         return
     if folder.name == NO_ID:
@@ -107,82 +115,101 @@ def forget_earlier_start(folder: Path) -> None:
         print("restarts   the ranks after the loss of a node")
 
 
-def outcome_of(run: Path, folder: Path, failure: Failure | None, has_own_words: bool) -> Outcome:
-    """Returns how the training ended. has_own_words: whether the rank's error is right above."""
-    # A rank that was killed has left the status `running`.
+def build_outcome(
+    run: Path, folder: Path, failure: Failure | None, error_is_printed: bool
+) -> TrainingOutcome:
+    """Returns how the training ended. error_is_printed: whether the rank's error is the end of the
+    log already.
+    """
+    # A rank that was killed leaves the status `running`.
     found = repair_status(run)
     status = found.get("status", "unknown")
     signals = {OTHER_RANK_REASON, *signal.Signals.__members__}
     asked_by_file = status == "stopped" and found.get("reason") not in signals
-    if not failure or (status == "finished" and was_written_by(folder, run / STATUS)):
-        return Outcome(status, 0, stop_file=asked_by_file)
+    if not failure or (status == "finished" and was_written_by_start(folder, run / STATUS)):
+        return TrainingOutcome(status, 0, stop_file=asked_by_file)
     stop_file = (run / STOP).exists()
     if stop_file or (folder / STOP).exists():
         status = "stopped"
     text = ""
-    if failure.was_killed or not has_own_words:
+    if failure.was_killed or not error_is_printed:
         text = failure.text()
     node = "" if failure.rank is None else failure.node
-    return Outcome(status, failure.exit_code, failure.summary(), stop_file, text, node)
+    return TrainingOutcome(status, failure.exit_code, failure.summary(), stop_file, text, node)
 
 
-def was_written_by(folder: Path, status: Path) -> bool:
-    """Returns whether the start of this folder has written the run's status: one that is finished stays so, even if a rank
-    fails while it exits."""
+def was_written_by_start(folder: Path, status: Path) -> bool:
+    """Returns whether this start, rather than an earlier one, has written the run's status.
+
+    A status `finished` of this start remains valid even if a rank fails while it exits.
+    """
     with contextlib.suppress(OSError):
         return status.stat().st_mtime > (folder / RESOLVED).stat().st_mtime
     return False
 
 
-def print_outcome(outcome: Outcome) -> int:
-    """Prints the first failure of all nodes, since nobody would read it in a file. Returns the exit code."""
+def print_outcome(outcome: TrainingOutcome) -> int:
+    """Prints the first failure of all nodes, for launchers that do not read outcome.json. Returns
+    the exit code.
+    """
     if outcome.code == 0:
         ended_elsewhere = outcome.status == "stopped" and not outcome.stop_file
-        # By a signal, which this node or another one got: the job is not over.
+        # A signal to this node or another one stopped the run: the job has to start again.
         return 128 + signal.SIGTERM if ended_elsewhere else 0
     text = outcome.error
     code = outcome.code
     if outcome.status == "stopped":
-        code = UserError.exit_code  # the next start would remove STOP and train on
-        text += "error: not started again, since the file STOP asked the run to end, and a rank failed meanwhile\n"
+        code = UserError.exit_code  # because the next start would remove STOP and continue
+        text += "error: not restarted: the file STOP requested the end of the run, but a rank failed before it had stopped\n"
     print(text, end="", file=sys.stderr, flush=True)
     return code
 
 
-def publish_outcome(folder: Path, outcome: Outcome, failure: Failure | None) -> int:
-    """Writes the outcome for job.py, or waits until the first node has written it. Returns the exit code."""
+def publish_outcome(folder: Path, outcome: TrainingOutcome, failure: Failure | None) -> int:
+    """Writes outcome.json for job.py, or waits until the first node has written it. Returns the
+    exit code.
+    """
     if not failure and not is_first_node():
-        await_outcome(folder)
+        wait_for_outcome(folder)
         return 0
     file = folder / OUTCOME
-    if leave(file, outcome._asdict()):
+    if write_shared_json(file, outcome._asdict()):
         return outcome.code
-    print(f"error: {file} can't be written\n{outcome.error}", end="", file=sys.stderr, flush=True)
-    return outcome.code or StorageError.exit_code  # with 0, the others would wait for it
+    print(f"error: can't write {file}\n{outcome.error}", end="", file=sys.stderr, flush=True)
+    return (
+        outcome.code or StorageError.exit_code
+    )  # not 0, or the other nodes would wait for the file
 
 
-def await_outcome(folder: Path) -> None:
-    """Returns when the first node has written the outcome.
+def wait_for_outcome(folder: Path) -> None:
+    """Waits until the first node has written outcome.json.
 
-    A minute after the first end of a launcher srun kills the others (--wait, see slurm_training.py), and rank 0 may write
-    the model for longer than the 300 s for which torch's agents wait for each other."""
+    One minute after the first launcher has exited, srun kills the others (--wait, see
+    slurm_training.py), and rank 0 can need more time to write the model than the 300 s for which
+    torch's agents wait for each other.
+    """
     while not os.path.exists(folder / OUTCOME):
         time.sleep(1)
-        # It opens the folder: else NFS may say for a minute that there is no such file.
+        # Opening the folder refreshes the cache of NFS, which could hide a new file for a minute.
         sync_folder(folder)
 
 
-def start(words: list[str]) -> int:
-    """Calls main with the command line's words. Returns its exit code, or 1 after an accident of this launcher.
+def start(args: list[str]) -> int:
+    """Runs `main` with the command-line arguments. Returns its exit code, or 1 after an internal
+    error of this launcher.
 
-    RESTART_EXIT_CODE, if it is set, takes the place of a failure's code below 128 that another start may fix:
-    PyTorchJob starts a node again whose exit code is 128 or more; smaller ones end the job."""
+    If RESTART_EXIT_CODE is set, it replaces the exit code of failures that another start can fix.
+    PyTorchJob restarts a node only if its exit code is 128 or more, and fails the job otherwise.
+    """
     restart = os.environ.get("RESTART_EXIT_CODE")
     if restart not in (None, *map(str, range(1, 256))):
-        print(f"error: RESTART_EXIT_CODE={restart}: expected 1 to 255", file=sys.stderr)
+        print(
+            f"error: RESTART_EXIT_CODE={restart}: expected an integer from 1 to 255",
+            file=sys.stderr,
+        )
         return UserError.exit_code
     try:
-        code = main(Path(os.path.abspath(words[0])), words[1:])
+        code = main(Path(os.path.abspath(args[0])), args[1:])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
@@ -195,8 +222,8 @@ def start(words: list[str]) -> int:
     return code
 
 
-def leave(file: Path, content: dict[str, object]) -> bool:
-    """Writes a JSON file for all nodes to see. Returns False if it can't be written."""
+def write_shared_json(file: Path, content: dict[str, object]) -> bool:
+    """Writes a JSON file for all nodes. Returns False if it can't be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(content))

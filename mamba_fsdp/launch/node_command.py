@@ -1,5 +1,7 @@
-"""The commands of a node: how its launcher is started, and by way of which file. For the cluster's own Python, see
-host.py."""
+"""Builds the command lines that run on the nodes.
+
+For the cluster's own Python, see host.py.
+"""
 
 import os
 from typing import List
@@ -7,17 +9,21 @@ from typing import List
 from mamba_fsdp.launch.host import PROJECT
 from mamba_fsdp.run.names import PROFILE
 
-ON_NODE = "MAMBA_TRAIN_NODE"  # in the environment: 1.train.sbatch sets the network up and becomes the command
+NODE_VARIABLE = "MAMBA_TRAIN_NODE"  # environment variable: 1.train.sbatch sets up the network and runs its arguments
 
 
-def on_node(command: List[str]) -> List[str]:
-    """Returns what starts the command with the network settings of its node, inside its container if there is one."""
-    # By bash: a copy from a ZIP file, or a file system mounted with noexec, makes no file executable.
-    return ["env", ON_NODE + "=1", "bash", os.path.join(PROJECT, "1.train.sbatch"), *command]
+def with_node_setup(command: List[str]) -> List[str]:
+    """Returns the command line that sets up the node's network variables with 1.train.sbatch and
+    then runs the command.
+    """
+    # Started with bash, because the file is not executable in a copy from a ZIP file or on a noexec mount.
+    return ["env", NODE_VARIABLE + "=1", "bash", os.path.join(PROJECT, "1.train.sbatch"), *command]
 
 
-def launcher_of(python: str, run_folder: str, profile: str, start: str) -> List[str]:
-    """Returns the launcher of a node's ranks, under nsys if a profile is to be recorded."""
+def launcher_command(python: str, run_folder: str, profile: str, start: str) -> List[str]:
+    """Returns the command line of a node's launcher, under nsys if PROFILE=nsys. start: a name for
+    the profile's file.
+    """
     launcher = [python, "-m", "mamba_fsdp.launch.node", run_folder]
     if profile != "nsys":
         return launcher

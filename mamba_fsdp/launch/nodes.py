@@ -1,59 +1,70 @@
-"""Decides which nodes of a job train, and which wait as spares. No I/O. For the cluster's own Python, see host.py."""
+"""Selects the nodes of a job that train; the others wait as spares. Pure functions without I/O.
+
+For the cluster's own Python, see host.py.
+"""
 
 from typing import Callable, Dict, List, NamedTuple
 
 
 class Batch(NamedTuple):
-    """How a global batch is shared, from launch/plan.py."""
+    """The division of the global batch among ranks, computed by launch/plan.py."""
 
-    samples: int  # global_batch_size; 0 if it follows from the number of ranks
-    samples_per_rank: int  # in a step, if `samples` is 0
+    samples: int  # global_batch_size; 0 if the global batch grows with the number of ranks
+    samples_per_rank: int  # per step, used if `samples` is 0
     ranks_per_sample: int  # context_parallel
 
-    def of_nodes(self, nodes: int, ranks_per_node: int) -> int:
-        """Returns the samples of a step on so many nodes."""
+    def samples_per_step(self, nodes: int, ranks_per_node: int) -> int:
+        """Returns the global batch size in samples on this number of nodes."""
         groups = nodes * ranks_per_node // self.ranks_per_sample
         return self.samples or self.samples_per_rank * groups
 
 
 class NodePool:
-    """The nodes of a job. left_out: why each node that is lost or sick takes no part any more. suspected: nodes that were
-    sick in an earlier start, which train only if no other node can."""
+    """The nodes of a job.
+
+    left_out: {node: reason} of nodes that are lost or sick and not used any more. suspected: {node:
+    reason} of nodes that were sick in an earlier start; they train only if there are not enough
+    other nodes.
+    """
 
     def __init__(self, nodes: List[str], spare_nodes: int, min_nodes: int) -> None:
-        """min_nodes: 0 if the training needs all its nodes."""
+        """min_nodes: the smallest number of nodes that can train, or 0 if the training needs all
+        nodes but the spares.
+        """
         self.nodes = nodes
         self.wanted = len(nodes) - spare_nodes
-        self.least = min_nodes or self.wanted
+        self.min_nodes = min_nodes or self.wanted
         self.left_out: Dict[str, str] = {}
-        self.suspected: Dict[str, str] = {}  # node: reason
+        self.suspected: Dict[str, str] = {}
 
     def healthy(self) -> List[str]:
-        """Returns the nodes that can train, in the order in which they are chosen."""
+        """Returns the nodes that can train, in order of preference."""
         nodes = [node for node in self.nodes if node not in self.left_out]
         return sorted(nodes, key=lambda node: node in self.suspected)
 
-    def has_enough(self) -> bool:
-        """Returns whether the nodes that are left can train, however the global batch is shared."""
+    def has_enough_nodes(self) -> bool:
+        """Returns whether enough nodes are left, regardless of the division of the global batch."""
         return bool(self.choose(lambda nodes: True))
 
-    def choose(self, can_share: Callable[[int], bool]) -> List[str]:
+    def choose(self, can_divide_batch: Callable[[int], bool]) -> List[str]:
         """Returns the nodes that train, in the job's order; [] if there are too few.
 
-        can_share: returns whether the global batch can be divided among fewer nodes than were wanted."""
+        can_divide_batch: returns whether the global batch can be divided among a given number of
+        nodes. It is called for numbers that are smaller than the wanted one.
+        """
         healthy = self.healthy()
         count = min(self.wanted, len(healthy))
-        while count < self.wanted and count >= self.least and not can_share(count):
+        while count < self.wanted and count >= self.min_nodes and not can_divide_batch(count):
             count -= 1
-        if count < max(1, self.least):
+        if count < max(1, self.min_nodes):
             return []
         chosen = healthy[:count]
         return [node for node in self.nodes if node in chosen]
 
 
-def can_share(batch: Batch, wanted: int, ranks_per_node: int, nodes: int) -> bool:
-    """Returns whether the global batch of `wanted` nodes can be divided among so many `nodes`."""
+def can_divide_batch(batch: Batch, wanted: int, ranks_per_node: int, nodes: int) -> bool:
+    """Returns whether the global batch of `wanted` nodes can be divided evenly among `nodes` nodes."""
     ranks = nodes * ranks_per_node
     if ranks % batch.ranks_per_sample:
         return False
-    return batch.of_nodes(wanted, ranks_per_node) % (ranks // batch.ranks_per_sample) == 0
+    return batch.samples_per_step(wanted, ranks_per_node) % (ranks // batch.ranks_per_sample) == 0

@@ -1,19 +1,24 @@
-"""Resolves the settings of a start: `python -m mamba_fsdp.launch.plan [ANSWER] [--SETTING=VALUE ...]`.
+"""Resolves the settings of a start.
 
-Writes into the file ANSWER, or prints, what a job has to know of them, as one JSON object:
+    python -m mamba_fsdp.launch.plan [ANSWER] [--SETTING=VALUE ...]
 
-    run_folder    the whole path of save_ckpt_path
-    dry_run       whether nothing is to be trained
-    missing_data  the whole path of the built-in data if the settings read it and it has to be made; ""
-    settings      what they came to, which nodes and ranks read by settings.resolve.read_resolved
-    paths         the whole paths that they name, for a container to mount
-    replay        the words of the verb replay, if ranks are to do that in place of training; the run folder is scratch then
-    batch         how a global batch is shared: the fields of launch.nodes.Batch
+Writes one JSON object to the file ANSWER, or to stdout, with the fields that a job needs:
 
-A wrong setting ends it with exit code 2, in seconds. --help shows the help page, and nothing is written.
+    run_folder    the absolute path of save_ckpt_path
+    dry_run       whether the training is only described
+    missing_data  the absolute path of the built-in data if the settings use it and it has to be made; else ""
+    settings      the resolved settings, which nodes and ranks read with settings.resolve.read_resolved
+    paths         the absolute paths in the settings, for a container to mount
+    replay        the arguments of the verb replay if the ranks run it instead of a training; the run folder is then
+                  temporary
+    batch         the division of the global batch: the fields of launch.nodes.Batch
 
-Python 3.10 and PyYAML do, so that a mistake is reported before an image is unpacked on many nodes. Exit code 1 if the
-words need more: those that are not written --name=value.
+An invalid setting ends the program with exit code 2 within seconds. --help prints the help page and
+writes no object.
+
+Python 3.10 and PyYAML suffice, so that mistakes are reported before an image is unpacked on many
+nodes. The exit code is 1 if the arguments need further packages: those in another form than
+--name=value need fire.
 """
 
 import json
@@ -25,7 +30,7 @@ from typing import Any
 
 from mamba_fsdp import interpreter
 
-if __name__ == "__main__":  # a caller of its functions keeps its own Ctrl-C
+if __name__ == "__main__":  # importing this module changes no signal handler
     interpreter.require_packages("yaml")
 
 from mamba_fsdp import command_line
@@ -50,18 +55,18 @@ from mamba_fsdp.settings.train_config import TrainConfig, all_settings
 from mamba_fsdp.storage.patience import exists, is_folder
 
 
-def plan(answer: Path, *stray: str, config: str | None = None, **words: str) -> None:
-    """Writes what the settings in `words` come to into the file `answer`."""
+def plan(answer: Path, *stray: str, config: str | None = None, **args: str) -> None:
+    """Resolves the settings in the arguments, and writes the plan to the file `answer`."""
     trains_in_image = os.environ.get("IMAGE")
     if not trains_in_image:
         check_version()
     if stray[:1] == ("replay",):
-        answer.write_text(json.dumps(plan_of_replay(*stray[1:], **words)))
+        answer.write_text(json.dumps(plan_replay(*stray[1:], **args)))
         return
     if os.environ.get("PROFILE") == "torch":
-        words.setdefault("use_profiler", "true")
-    settings = resolve_settings(words, config, stray)
-    if not trains_in_image:  # else preflight finds what is missing
+        args.setdefault("use_profiler", "true")
+    settings = resolve_settings(args, config, stray)
+    if not trains_in_image:  # with an image, preflight checks the inputs
         check_inputs(settings)
     check_folder(settings)
     resolved = {
@@ -69,18 +74,21 @@ def plan(answer: Path, *stray: str, config: str | None = None, **words: str) -> 
         "dry_run": settings.training.dry_run,
         "missing_data": str(missing_builtin(settings.data) or ""),
         "settings": as_json_object(settings),
-        "paths": named_paths(settings),
+        "paths": find_named_paths(settings),
         "replay": [],
-        "batch": shared_batch(settings),
+        "batch": batch_of(settings),
     }
     answer.write_text(json.dumps(resolved))
 
 
-def plan_of_replay(run: str = "", *stray: str, **options: str) -> dict[str, Any]:
-    """Returns the plan of `replay RUN`. Its files of a start lie in a folder beside RUN, which goes away afterwards. Raises
-    UserError if there is no run."""
+def plan_replay(run: str = "", *stray: str, **options: str) -> dict[str, Any]:
+    """Returns the plan of `replay RUN`. The files of its start are in a temporary folder next to
+    RUN.
+
+    Raises UserError if RUN is missing or not a run.
+    """
     if not run:
-        raise UserError("replay: name the run, as in replay runs/demo")
+        raise UserError("replay: the run is missing; for example: replay runs/demo")
     if not exists(Path(run, SETTINGS)):
         from mamba_fsdp.importing.kinds import unexpected_path_error
 
@@ -91,72 +99,85 @@ def plan_of_replay(run: str = "", *stray: str, **options: str) -> dict[str, Any]
     settings = settings.with_values(
         save_ckpt_path=str(scratch), load_ckpt_path=str(place), init_from="", dry_run=False
     )
-    words = [str(place), *stray, *(f"--{name}={value}" for name, value in options.items())]
+    args = [str(place), *stray, *(f"--{name}={value}" for name, value in options.items())]
     return {
         "run_folder": str(scratch),
         "dry_run": False,
         "missing_data": "",
         "settings": as_json_object(settings),
-        "paths": named_paths(settings),
-        "replay": words,
-        "batch": shared_batch(settings),
+        "paths": find_named_paths(settings),
+        "replay": args,
+        "batch": batch_of(settings),
     }
 
 
-def shared_batch(settings: TrainConfig) -> Batch:
-    """Returns how the global batch is shared among ranks."""
+def batch_of(settings: TrainConfig) -> Batch:
+    """Returns how the global batch is divided among ranks."""
     training = settings.training
-    of_rank = training.batch_size * training.gradient_accumulation_steps
-    return Batch(training.global_batch_size, of_rank, settings.parallel.context_parallel)
+    samples_per_rank = training.batch_size * training.gradient_accumulation_steps
+    return Batch(training.global_batch_size, samples_per_rank, settings.parallel.context_parallel)
 
 
 def check_inputs(settings: TrainConfig) -> None:
-    """Raises UserError where what a run starts from or reads is not there."""
+    """Raises UserError if the starting point or the data of the run does not exist."""
     find_origin(settings.checkpoint)
     if not settings.data.use_dummy_dataset and not builtin_folder(settings.data):
-        from mamba_fsdp.data.selection import training_sources, validation_sources  # numpy
+        from mamba_fsdp.data.selection import training_sources, validation_sources  # imports numpy
 
         training_sources(settings.data)
         validation_sources(settings.data)
 
 
 def check_folder(settings: TrainConfig) -> None:
-    """Raises UserError where the run folder holds something else than this run, can't be written, has no room for a
-    checkpoint, or is in use by a process of this machine; the others are found by who takes the folder."""
+    """Raises UserError if the run can't use its run folder.
+
+    Checks whether the folder contains another run, can't be written, has too little disk space for
+    a checkpoint, or is in use by a process of this machine. Processes of other machines are
+    detected later, when the run acquires its lease.
+    """
     check_run_folder(settings)
     if settings.training.dry_run:
         return
     folder = Path(os.path.abspath(settings.checkpoint.save_ckpt_path))
-    place = _place_of(folder)
+    place = _nearest_existing(folder)
     if not (is_folder(place) and os.access(place, os.W_OK)):
         raise UserError(f"save_ckpt_path: can't write to {folder}")
     lease = Lease(folder / LEASE)
     look = lease.read_snapshot()
     if look and look.is_alive():
         lease.check_unused(IN_USE_ADVICE)
-    if not settings.checkpoint.starts_from_model():  # which decides the size of the model
+    # Otherwise, the starting point defines the size of the model.
+    if not settings.checkpoint.starts_from_model():
         check_space(settings, 1)
 
 
 def check_space(settings: TrainConfig, of_new_run: int) -> None:
-    """Raises UserError where the disk has no room for the next checkpoint of a run, or for so many of a new run."""
+    """Raises UserError if the disk has too little space for the next checkpoint of a run.
+
+    of_new_run: the number of checkpoints that must fit for a run without checkpoints.
+    """
     folder = Path(os.path.abspath(settings.checkpoint.save_ckpt_path))
     earlier = list_committed(folder / CHECKPOINTS)
     size = CHECKPOINT_BYTES_PER_PARAMETER
     if settings.optimizer.optimizer == "muon":
-        size -= 4  # at the least: its matrices have one moment
+        size -= 4  # a lower bound, because Muon keeps one moment for matrices
     count = 1 if earlier else of_new_run
-    check_disk_space(_place_of(folder), earlier, size * parameter_count(settings.model), count)
+    check_disk_space(
+        _nearest_existing(folder), earlier, size * parameter_count(settings.model), count
+    )
 
 
-def _place_of(folder: Path) -> Path:
-    """Returns the folder, or where it is to be made."""
+def _nearest_existing(folder: Path) -> Path:
+    """Returns the folder, or its nearest parent that exists."""
     return next(place for place in (folder, *folder.parents) if exists(place))
 
 
-def named_paths(settings: TrainConfig) -> list[str]:
-    """Returns the absolute paths that settings name. They need not be there: a container that sees the project alone has
-    none of the others, which is why the script looks for symbolic links in them."""
+def find_named_paths(settings: TrainConfig) -> list[str]:
+    """Returns the absolute paths in the settings. They need not exist.
+
+    In a container that sees only the project, other paths do not exist. Therefore the caller on the
+    host looks for symbolic links in them.
+    """
     paths = []
     for name, (_, leaf) in all_settings().items():
         value = settings.value(name)
@@ -170,5 +191,5 @@ if __name__ == "__main__":
     answer = sys.argv.pop(1) if names_file else "/dev/stdout"
     try:
         command_line.run(partial(plan, Path(answer)), settings_page)
-    except ModuleNotFoundError:  # fire, which the image has
+    except ModuleNotFoundError:  # fire, which is installed in the image
         raise SystemExit(1) from None

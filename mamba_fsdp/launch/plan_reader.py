@@ -1,20 +1,22 @@
-"""How a job learns what its settings mean: it starts launch/plan.py, which answers with one JSON object. For the
-cluster's own Python, see host.py."""
+"""Runs launch/plan.py, which resolves the settings of a start, and reads its answer.
+
+For the cluster's own Python, see host.py.
+"""
 
 import json
 import os
 import subprocess
 from typing import Any, Dict, List, NamedTuple, Optional
 
-from mamba_fsdp.launch.host import python_for_settings
+from mamba_fsdp.launch.host import find_settings_python
 from mamba_fsdp.launch.nodes import Batch
 
 MODULE = ["-m", "mamba_fsdp.launch.plan"]
-NEEDS_MORE = 1  # the exit code if the words need packages that this Python lacks
+EXIT_MISSING_PACKAGES = 1  # exit code of launch/plan.py
 
 
 class Plan(NamedTuple):
-    """What the settings of a start came to; launch/plan.py explains each."""
+    """The resolved settings of a start. launch/plan.py documents the fields."""
 
     run_folder: str
     dry_run: bool
@@ -24,48 +26,61 @@ class Plan(NamedTuple):
     replay: List[str]
     batch: Batch
 
-    def shown_folder(self) -> str:
-        """Returns the run folder that a user knows: that of a replay is scratch."""
+    def user_folder(self) -> str:
+        """Returns the run folder that messages mention: for a replay, the run that is replayed."""
         return self.replay[0] if self.replay else self.run_folder
 
-    def program(self, training: str, settings: str) -> List[str]:
-        """Returns what each rank runs. training: the path of training.py. settings: of the file that has them."""
+    def rank_command(self, training: str, settings: str) -> List[str]:
+        """Returns the program of each rank with its arguments.
+
+        training: the path of training.py. settings: the path of the file with the resolved
+        settings.
+        """
         if self.replay:
             return ["-m", "mamba_fsdp", "replay", *self.replay]
         return [training, "--resolved=" + settings]
 
 
 class Answer(NamedTuple):
-    """What launch/plan.py answers: a plan, or the exit code of a help page, a mistake or Ctrl-C, which it has said."""
+    """The answer of launch/plan.py: a plan, or None with the exit code after a help page, an error
+    or Ctrl-C.
+
+    launch/plan.py has then printed the page or the error itself.
+    """
 
     plan: Optional[Plan]
     code: int
 
 
-def read_plan(python: str, words: List[str]) -> Answer:
-    """Returns what the settings in `words` mean, as this Python finds out. stdout is the user's: of a help page."""
+def read_plan(python: str, args: List[str]) -> Answer:
+    """Resolves the settings in the arguments with this Python. A help page or an error goes to
+    stdout and stderr.
+    """
     reading, writing = os.pipe()
-    process = subprocess.Popen([python, *MODULE, f"/dev/fd/{writing}", *words], pass_fds=[writing])
+    process = subprocess.Popen([python, *MODULE, f"/dev/fd/{writing}", *args], pass_fds=[writing])
     os.close(writing)
     try:
         with open(reading) as answer:
             text = answer.read()
-    finally:  # after Ctrl-C too, of which the process has the last word
+    finally:  # also after Ctrl-C, so that the process can print its message
         code = process.wait()
     return parse_answer(code, text)
 
 
-def read_plan_on_host(words: List[str]) -> Optional[Answer]:
-    """Returns what the settings mean if a Python of this host can say: then no image has to be unpacked for it."""
-    python = python_for_settings()
+def read_plan_on_host(args: List[str]) -> Optional[Answer]:
+    """Resolves the settings with a Python of this host, so that no image has to be unpacked.
+
+    Returns None if the host has no Python with the packages that this needs.
+    """
+    python = find_settings_python()
     if not python:
         return None
-    answer = read_plan(python, words)
-    return None if answer.code == NEEDS_MORE else answer
+    answer = read_plan(python, args)
+    return None if answer.code == EXIT_MISSING_PACKAGES else answer
 
 
 def parse_answer(code: int, text: str) -> Answer:
-    """Returns the answer in what launch/plan.py has written; there is no plan in "", after a help page."""
+    """Parses the output of launch/plan.py. There is no plan after a help page, whose output is empty."""
     code = code if code >= 0 else 128 - code
     if code != 0 or not text.strip():
         return Answer(None, code)

@@ -1,4 +1,7 @@
-"""Counts how often in a row a job has started from the same checkpoint. For the cluster's own Python, see host.py."""
+"""Counts how often in a row a job has started from the same checkpoint.
+
+For the cluster's own Python, see host.py.
+"""
 
 import contextlib
 import glob
@@ -11,13 +14,15 @@ NO_CHECKPOINT = "start"
 
 
 class RestartCount:
-    """The count of a job, in a file, since each start of the job is a process of its own."""
+    """The restart count of a job. It is kept in a file, because each start of the job is a new
+    process.
+    """
 
     def __init__(self, job: slurm.Job) -> None:
         self.file = os.path.join(PROJECT, "logs", "restarts_" + job.number)
         self.restarts = 0
         self.newest = NO_CHECKPOINT
-        self.before = ""  # the newest checkpoint at the job's start before
+        self.before = ""  # the newest checkpoint when the previous start of the job began
         if job.restart:
             with contextlib.suppress(OSError, ValueError):
                 with open(self.file) as file:
@@ -26,23 +31,23 @@ class RestartCount:
                 self.newest = self.before
 
     def count(self, newest: str) -> None:
-        """Counts this start, which begins with this checkpoint as the newest."""
+        """Counts this start of the job. newest: the newest checkpoint when it begins."""
         self.restarts = self.restarts + 1 if self.before == newest else 0
         self.newest = newest
-        forget_ended_jobs(os.path.dirname(self.file))
+        remove_ended_jobs(os.path.dirname(self.file))
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self.file), exist_ok=True)
             with open(self.file, "w") as file:
                 file.write(f"{self.restarts} {newest}\n")
 
     def forget(self) -> None:
-        """Removes the file, after the job's last start."""
+        """Removes the file after the last start of the job."""
         with contextlib.suppress(OSError):
             os.unlink(self.file)
 
 
-def forget_ended_jobs(logs: str) -> None:
-    """Removes the counts of this user's jobs that ended without a word, as after a kill."""
+def remove_ended_jobs(logs: str) -> None:
+    """Removes the restart counts of this user's jobs that were killed and could not remove them."""
     living = slurm.jobs_of_this_user(
         "PENDING,RUNNING,SUSPENDED,STOPPED,COMPLETING,CONFIGURING,REQUEUED"
     )

@@ -1,5 +1,8 @@
-"""A training on the nodes of a Slurm job, from its first line to what becomes of the job. For the cluster's own
-Python, see host.py."""
+"""Trains on the nodes of a Slurm job, from the preparation of the nodes to the decision about the
+job's future.
+
+For the cluster's own Python, see host.py.
+"""
 
 import contextlib
 import glob
@@ -13,101 +16,121 @@ import time
 from typing import Callable, Iterator, List, Optional, Sequence, Set, Tuple, Type, TypeVar
 
 from mamba_fsdp.launch import slurm
-from mamba_fsdp.launch.containers import container_options, folders_behind_links
+from mamba_fsdp.launch.containers import container_options, find_linked_folders
 from mamba_fsdp.launch.decision import (
-    ENDED,
-    KILLED,
-    MISTAKE,
-    NODE_FAULT,
+    EXIT_NODE_FAULT,
+    EXIT_SIGKILL,
+    EXIT_SIGTERM,
+    EXIT_USER_ERROR,
     Action,
-    Decision,
-    Ending,
-    Outcome,
+    JobDecision,
+    JobState,
+    TrainingOutcome,
     decide,
 )
-from mamba_fsdp.launch.guard_step import MAX_REMOVAL_SECONDS, guarded
 from mamba_fsdp.launch.host import (
     PROJECT,
     Environment,
-    Mistake,
+    LaunchError,
     Variables,
     choose_environment,
-    say,
+    print_line,
 )
 from mamba_fsdp.launch.local_training import KILLED_LAUNCHER, dry_run
-from mamba_fsdp.launch.node_command import launcher_of, on_node
-from mamba_fsdp.launch.node_watch import NodeWatch
-from mamba_fsdp.launch.nodes import NodePool, can_share
+from mamba_fsdp.launch.node_command import launcher_command, with_node_setup
+from mamba_fsdp.launch.node_watch import MAX_REMOVAL_SECONDS, NodeWatch, guard_nodes
+from mamba_fsdp.launch.nodes import NodePool, can_divide_batch
 from mamba_fsdp.launch.plan_reader import MODULE, Plan, parse_answer, read_plan_on_host
 from mamba_fsdp.launch.restart_count import NO_CHECKPOINT, RestartCount
 from mamba_fsdp.launch.start_folder import StartFolder
-from mamba_fsdp.launch.starts import Starts
-from mamba_fsdp.launch.supervisor import NodeLost, StopAsked, Supervisor, TooLate, written_until
+from mamba_fsdp.launch.starts import RankRestarts
+from mamba_fsdp.launch.supervisor import (
+    DeadlineExceeded,
+    NodeLost,
+    StopRequested,
+    Supervisor,
+    stop_file_writer,
+)
 from mamba_fsdp.run.names import CACHES, WANTED_NODES_VARIABLE, newest_checkpoint
 from mamba_fsdp.run.node_record import LOST, SICK, add_record, sick_nodes
 
-PREFLIGHT_SECONDS = 900  # the first start of a large image on a node takes minutes
-SECONDS_BEHIND = 60  # launchers end together; one that is missing for so long never ends
-MAX_ALARM_SECONDS = 10**9  # alarm takes no more than 2**31
-LAST_SECONDS = 45  # so close to the time limit, the job does not wait for a checkpoint any longer
-SHORT_REMOVAL_SECONDS = 10.0  # of containers, after signals at which Slurm does not wait for long
-SECONDS_BETWEEN_TRIES = 10  # to make data that another job is making
-SECONDS_FOR_STEP = 60  # for Slurm to start a step of the ranks
+PREFLIGHT_SECONDS = 900  # unpacking a large image on a node takes minutes
+LAUNCHER_EXIT_SECONDS = (
+    60  # launchers exit at the same time; one that is this late would never exit
+)
+MAX_ALARM_SECONDS = 10**9  # alarm accepts values below 2**31
+DEADLINE_SECONDS = (
+    45  # so close to the time limit, the job does not wait for a checkpoint any longer
+)
+SHORT_REMOVAL_SECONDS = (
+    10.0  # for the removal of containers after a signal, when Slurm soon ends the job
+)
+RETRY_SECONDS = 10  # interval of attempts to make data that another job is making
+STEP_START_SECONDS = 60  # time limit for Slurm to start the step of the ranks
 
 T = TypeVar("T")
 Training = TypeVar("Training", bound="SlurmTraining")
 
 
-class GiveUp(Exception):
-    """This start of the job can't train. The message says why, if that has not been said; code: the exit code by which
-    `decide` tells whether another start may succeed."""
+class StartFailed(Exception):
+    """Raised if this start of the job can't train.
+
+    The message is empty if the reason has been printed already. code: the exit code from which
+    `decide` derives whether another start can succeed.
+    """
 
     def __init__(self, sentence: str = "", code: int = 1) -> None:
         super().__init__(sentence)
         self.code = code
 
 
-def train_in_slurm(words: List[str], variables: Variables) -> int:
-    """Trains on the nodes of this job. Returns the exit code, unless Slurm queues the job again and ends it."""
-    training = make_training(words, variables, SlurmTraining)
+def train_in_slurm(args: List[str], variables: Variables) -> int:
+    """Trains on the nodes of this job. Returns the exit code, unless Slurm queues the job again and
+    ends this process.
+    """
+    training = make_training(args, variables, SlurmTraining)
     try:
-        with training.guarded():
+        with training.guard_nodes():
             decision = training.run()
-    except Mistake:
-        training.forget()
+    except LaunchError:
+        training.remove_files(is_final=True)
         raise
     if decision.action is Action.END:
         return decision.exit_code
     left_out = training.pool.left_out
     lost = list(training.watch.lost)
     if lost and not slurm.has_other_nodes(len(training.job.nodes), left_out):
-        say("waiting    until Slurm knows that {} is down".format(", ".join(lost)))
-        slurm.await_down(lost)
-    if slurm.queue_again(training.job, left_out):
+        print_line("waiting    until Slurm has marked {} as down".format(", ".join(lost)))
+        slurm.wait_until_down(lost)
+    if slurm.requeue_job(training.job, left_out):
         return decision.exit_code
-    say("error: Slurm refused to queue the job again; sbatch the same command to resume")
+    print_line("error: Slurm refused to queue the job again; sbatch the same command to resume")
     return 1
 
 
-def make_training(words: List[str], variables: Variables, kind: Type[Training]) -> Training:
-    """Returns the training of this job, or a check, as `kind` says. Signals are handled from here on. Raises Mistake, or
-    SystemExit after a help page or a mistake in the settings."""
+def make_training(args: List[str], variables: Variables, kind: Type[Training]) -> Training:
+    """Builds the training of this job, or its subclass for a check, and installs its signal
+    handlers.
+
+    Raises LaunchError for jobs or variables that are unsuitable, and SystemExit after a help page
+    or an error in the settings.
+    """
     supervisor = Supervisor()
     job = slurm.this_job()
-    training = kind(words, variables, job, supervisor)
+    training = kind(args, variables, job, supervisor)
     training.listen()
     slurm.check_gpus(job)
     least = max(1, variables.min_nodes)
     if variables.spare_nodes + least > len(job.nodes):
-        raise Mistake(
-            f"SPARE_NODES={variables.spare_nodes}, MIN_NODES={variables.min_nodes}: the job has {len(job.nodes)} nodes; "
-            "ask for more: sbatch --nodes=N"
+        raise LaunchError(
+            f"SPARE_NODES={variables.spare_nodes}, MIN_NODES={variables.min_nodes}: the job has only {len(job.nodes)} nodes; "
+            "request more: sbatch --nodes=N"
         )
     training.environment = choose_environment(variables.image)
     if training.environment.image:
-        slurm.check_images_run(training.environment.image)
-        os.environ["IMAGE"] = training.environment.image  # for what a step says of itself
-    answer = read_plan_on_host(words)
+        slurm.check_image_support(training.environment.image)
+        os.environ["IMAGE"] = training.environment.image  # for the messages of the steps
+    answer = read_plan_on_host(args)
     if answer and not answer.plan:
         sys.exit(answer.code)
     if answer:
@@ -116,16 +139,16 @@ def make_training(words: List[str], variables: Variables, kind: Type[Training]) 
 
 
 class SlurmTraining:
-    """A training under way in a job, on its first node."""
+    """A training in a Slurm job. It runs on the first node of the job."""
 
-    keeps_record = True  # of lost and sick nodes, in the run folder
+    keeps_record = True  # whether lost and sick nodes are recorded in the run folder
     environment: Environment
     watch: NodeWatch
 
     def __init__(
-        self, words: List[str], variables: Variables, job: slurm.Job, supervisor: Supervisor
+        self, args: List[str], variables: Variables, job: slurm.Job, supervisor: Supervisor
     ) -> None:
-        self.words = words
+        self.args = args
         self.variables = variables
         self.job = job
         self.supervisor = supervisor
@@ -133,32 +156,35 @@ class SlurmTraining:
         self.container: List[str] = []
         self.plan: Optional[Plan] = None
         self.folder: Optional[StartFolder] = None
-        self.has_container: Set[str] = set()  # nodes
-        self.passed_preflight: Set[str] = set()
+        self.has_container: Set[str] = set()  # nodes whose container is unpacked
+        self.passed_preflight: Set[str] = set()  # nodes
         self.ranks_per_node = 1
-        self.busy: Set[str] = set()  # the nodes of the command that runs now
+        self.busy_nodes: Set[str] = set()  # nodes of the current command
         self.training_nodes: List[str] = []
-        self.attempts = 0  # at running the ranks
-        self.losing = threading.Lock()
+        self.attempts = 0  # how often the ranks have been started
+        self.loss_lock = threading.Lock()
         self.restarts = RestartCount(job)
         self.newest_before = NO_CHECKPOINT
-        self.seconds_run = float("inf")  # and left, of this start, when it was asked to stop
+        # The run time of this start, and the time until the time limit, when USR1 requested a stop.
+        self.seconds_run = float("inf")
         self.seconds_left = float("inf")
 
     @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Watches the nodes during the block, and cleans them up at its end."""
+    def guard_nodes(self) -> Iterator[None]:
+        """Guards the nodes during a `with` block, and cleans them up at its end."""
         image = self.environment.image
-        with guarded(self.job, image, self.lose_node, self.seconds_for_removal) as self.watch:
+        with guard_nodes(
+            self.job, image, self.remove_lost_node, self.seconds_for_removal
+        ) as self.watch:
             self.watch.remove_if_killed(self.restarts.file)
             yield
 
-    def run(self) -> Decision:
-        """Trains, and decides what becomes of the job."""
+    def run(self) -> JobDecision:
+        """Trains, and returns the decision about the job."""
         if self.plan and self.plan.dry_run:
             return self.dry_run(self.plan)
         job = self.job
-        say(
+        print_line(
             "=== {}: job {}, restart {}, on {}, in {}".format(
                 time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 job.name,
@@ -167,144 +193,158 @@ class SlurmTraining:
                 self.environment,
             )
         )
-        slurm.warn_of_little_memory(job)
+        slurm.warn_if_memory_is_limited(job)
         try:
             plan, folder = self.prepare()
-            if plan.dry_run:  # read in the image
+            if plan.dry_run:  # the settings were resolved in the image
                 return self.dry_run(plan)
-            ending = self.train(plan, folder)
-        except (StopAsked, TooLate):
-            self.supervisor.send(signal.SIGKILL)  # to a command that heeds no SIGTERM
-            ending = self.ending(ENDED)
-        except GiveUp as trouble:
-            if not self.plan:  # it is not known yet where the checkpoints lie
+            state = self.train(plan, folder)
+        except (StopRequested, DeadlineExceeded):
+            self.supervisor.send(signal.SIGKILL)  # the command can ignore SIGTERM
+            state = self.job_state(EXIT_SIGTERM)
+        except StartFailed as trouble:
+            if not self.plan:  # `prepare` could not count the start without the run folder
                 self.count_start()
             if str(trouble):
-                say(f"error: {trouble}")
-            ending = self.ending(trouble.code)
-        return self.conclude(ending)
+                print_line(f"error: {trouble}")
+            state = self.job_state(trouble.code)
+        return self.conclude(state)
 
     # ------------------------------------------------------------------------------------------------ before training
 
     def prepare(self) -> Tuple[Plan, StartFolder]:
-        """Prepares all nodes: starts the containers, reads the settings if only the image can, makes the start's folder
-        and the built-in data, and checks the nodes. Returns the plan and the folder."""
-        self.use_container(named_paths(self.words))
+        """Prepares all nodes for the training. Returns the plan and the folder of this start.
+
+        Starts the containers, reads the settings if only the image can, makes the folder of this
+        start and the built-in data, and checks the nodes.
+        """
+        self.use_container(find_named_paths(self.args))
         if self.plan:
             self.count_start()
-        self.without_lost_nodes(self.start_containers)
+        self.retry_without_lost_nodes(self.start_containers)
         if not self.plan:
-            self.plan = self.without_lost_nodes(self.read_plan_in_image)
+            self.plan = self.retry_without_lost_nodes(self.read_plan_in_image)
             self.count_start()
         plan = self.plan
         self.folder = StartFolder(plan.run_folder, self.job.start, bool(plan.replay))
         if plan.dry_run:
             return plan, self.folder
         self.make_folder(plan, self.folder)
-        self.without_lost_nodes(self.make_data)
-        self.without_lost_nodes(self.preflight)
+        self.retry_without_lost_nodes(self.make_data)
+        self.retry_without_lost_nodes(self.preflight)
         return plan, self.folder
 
-    def without_lost_nodes(self, work: Callable[[], T]) -> T:
-        """Returns the result of `work()`, which is repeated if a node is lost meanwhile. Raises GiveUp if the nodes that
-        are left are too few."""
+    def retry_without_lost_nodes(self, work: Callable[[], T]) -> T:
+        """Returns the result of `work()`, which is repeated without the lost nodes if nodes are
+        lost.
+
+        Raises StartFailed if too few nodes are left.
+        """
         while True:
             try:
                 return work()
             except NodeLost:
-                # A loss from here on ends the next attempt; those before it are left out already.
+                # The loss has been handled. A loss after this line interrupts the next attempt.
                 self.supervisor.has_lost_node = False
                 self.choose_nodes()
 
     def choose_nodes(self) -> List[str]:
-        """Returns the nodes that are to train. Raises GiveUp if too few are left."""
+        """Returns the nodes that train next. Raises StartFailed if too few are left."""
 
         def fits(nodes: int) -> bool:
             if not self.plan:
                 return True
-            return can_share(self.plan.batch, self.pool.wanted, self.ranks_per_node, nodes)
+            return can_divide_batch(self.plan.batch, self.pool.wanted, self.ranks_per_node, nodes)
 
         chosen = self.pool.choose(fits)
         if not chosen:
             left_out = self.pool.left_out
             listed = ", ".join(f"{node} ({reason})" for node, reason in left_out.items())
-            raise GiveUp(f"too few nodes are left without {listed}")
+            raise StartFailed(f"too few nodes are left without {listed}")
         return chosen
 
     def make_folder(self, plan: Plan, folder: StartFolder) -> None:
-        """Makes the folder of this start, and mounts it with what the settings name."""
+        """Makes the folder of this start, and mounts it and the paths in the settings in the
+        container.
+        """
         try:
             folder.make(plan.settings)
-            if plan.missing_data:  # to be mounted
+            if plan.missing_data:  # the folder must exist to be mounted
                 os.makedirs(plan.missing_data, exist_ok=True)
             self.pool.suspected = sick_nodes(plan.run_folder)
         except OSError:
-            self.fail_to_write(plan)
+            self.raise_write_error(plan)
         self.watch.remove_if_killed(folder.path)
-        self.use_container(self.folders_of(plan))
+        self.use_container(self.folders_to_mount(plan))
 
     def count_start(self) -> None:
-        """Counts this start of the job among those from the same checkpoint."""
+        """Counts this start in the job's restart count."""
         self.newest_before = self.newest()
         self.restarts.count(self.newest_before)
 
     def use_container(self, folders: List[str]) -> None:
-        """From here on steps run in a container in which these folders are mounted too."""
+        """Sets the container of the following steps, in which these folders and MOUNTS are mounted."""
         mounted = [*self.variables.mounts, *folders]
         self.container = container_options(self.environment.image, self.job.start, mounted)
 
     def start_containers(self) -> None:
-        """Starts the container on all nodes at once: each unpacks the image the only time in this start of the job.
-        Raises GiveUp if too few nodes can."""
+        """Starts the container on all nodes in parallel, which unpacks the image once in this start
+        of the job.
+
+        Raises StartFailed if the container starts on too few nodes.
+        """
         if not self.environment.image:
             return
         nodes = [node for node in self.pool.healthy() if node not in self.has_container]
         if not nodes:
             return
         say_node = ["sh", "-c", 'echo "started: $SLURMD_NODENAME"']
-        output = self.supervisor.output_of(self.on_nodes(nodes, say_node, limited=True))
+        output = self.supervisor.run_for_output(self.srun_on_nodes(nodes, say_node, limited=True))
         self.has_container.update(re.findall(r"^ *\d+: started: (.*)", output, re.MULTILINE))
         missing = [node for node in nodes if node not in self.has_container]
         if not missing:
             return
         if not self.has_container:
-            raise GiveUp(
-                "the container started on no node; see above. If the image is damaged, copy it again; if the disk is full "
-                "to which Enroot unpacks (ENROOT_DATA_PATH), make room there",
-                MISTAKE,
+            raise StartFailed(
+                "the container did not start on any node; see above. If the image is damaged, copy it again; if the disk of "
+                "ENROOT_DATA_PATH, to which Enroot unpacks images, is full, free space there",
+                EXIT_USER_ERROR,
             )
         for node in missing:
             self.leave_out(node, SICK, "the container did not start there; see above")
-        if not self.pool.has_enough():
-            raise GiveUp(
+        if not self.pool.has_enough_nodes():
+            raise StartFailed(
                 "the container did not start on {}; see above. If a node keeps failing: --exclude=NODE".format(
                     ", ".join(missing)
                 )
             )
 
     def read_plan_in_image(self) -> Plan:
-        """Returns what the settings mean, as the image on the first node finds out."""
+        """Resolves the settings in the container of the first node."""
         python = [self.environment.python, *MODULE, "/dev/stdout"]
-        output = self.supervisor.output_of(self.on_first_node(python + self.words))
+        output = self.supervisor.run_for_output(self.srun_on_first_node(python + self.args))
         answer = parse_answer(self.supervisor.last_code, output)
         if answer.plan:
             return answer.plan
-        if answer.code in (0, MISTAKE):  # a help page, or a mistake
-            say(output.rstrip("\n"))
+        if answer.code in (0, EXIT_USER_ERROR):  # a help page, or a mistake
+            print_line(output.rstrip("\n"))
             raise SystemExit(answer.code)
-        raise GiveUp(
-            f"the settings could not be read on {self.job.nodes[0]}, though no mistake in them was found; see above"
+        raise StartFailed(
+            f"the settings could not be resolved on {self.job.nodes[0]}, for a reason other than their values; see above"
         )
 
-    def folders_of(self, plan: Plan) -> List[str]:
-        """Returns the folders that the training needs: those that settings name, where their links lead, and
-        where compiled kernels are kept."""
+    def folders_to_mount(self, plan: Plan) -> List[str]:
+        """Returns the folders that the training needs.
+
+        These are the folders of the paths in the settings, those to which links in them point, and
+        the folder of compiled kernels.
+        """
         if not self.environment.image:
             return []
         has_begun = bool(newest_checkpoint(plan.run_folder))
-        # What a run began with may be gone: its own checkpoint wins.
+        # The checkpoint from which a run was initialised is not needed once the run has its own.
         paths = [path for path in plan.paths if os.path.exists(path) or not has_begun]
-        folders = paths + folders_behind_links(paths)
+        folders = paths + find_linked_folders(paths)
         if plan.dry_run:
             return folders
         caches = os.path.join(os.path.dirname(plan.run_folder), CACHES)
@@ -313,13 +353,16 @@ class SlurmTraining:
             folders.append(caches)
         return folders
 
-    def fail_to_write(self, plan: Plan) -> None:
-        """Raises the error of a run folder that can't be written: at first a user's mistake, later trouble of the
-        storage that may pass."""
+    def raise_write_error(self, plan: Plan) -> None:
+        """Raises the error of a run folder that can't be written.
+
+        It is a user error in the first start of the job. In later starts it is a failure of the
+        storage that can be transient.
+        """
         sentence = f"can't write to {plan.run_folder} on {self.job.nodes[0]}"
         if self.job.restart == 0:
-            raise Mistake("save_ckpt_path: " + sentence)
-        raise GiveUp(sentence + ", as an earlier start of this job could")
+            raise LaunchError("save_ckpt_path: " + sentence)
+        raise StartFailed(sentence + ", although an earlier start of this job could")
 
     def make_data(self) -> None:
         """Makes the built-in data if the training needs it, or waits while another job makes it."""
@@ -328,18 +371,21 @@ class SlurmTraining:
             return
         builtin = os.path.relpath(self.plan.missing_data)
         program = os.path.join(PROJECT, "get_dataset.py")
-        words = [self.environment.python, program, "builtin", builtin]
-        code = self.supervisor.run(self.on_first_node(words))
-        while code == MISTAKE and is_being_made(self.plan.missing_data):
-            say(f"waiting    for another job, which is making {builtin}")
-            self.supervisor.run(["sleep", str(SECONDS_BETWEEN_TRIES)])
-            code = self.supervisor.run(self.on_first_node(words))
+        args = [self.environment.python, program, "builtin", builtin]
+        code = self.supervisor.run(self.srun_on_first_node(args))
+        while code == EXIT_USER_ERROR and is_being_made(self.plan.missing_data):
+            print_line(f"waiting    for another job that is making {builtin}")
+            self.supervisor.run(["sleep", str(RETRY_SECONDS)])
+            code = self.supervisor.run(self.srun_on_first_node(args))
         if code != 0:
-            raise GiveUp(code=code)
+            raise StartFailed(code=code)
 
     def preflight(self) -> None:
-        """Has every node report what it finds for these settings. Nodes that are not fit are left out. Raises GiveUp if
-        too few are fit."""
+        """Checks all nodes with the verb preflight, and excludes those that are not fit for
+        training.
+
+        Raises StartFailed if too few nodes are fit.
+        """
         assert self.plan and self.folder
         plan = self.plan
         folder = self.folder
@@ -350,115 +396,124 @@ class SlurmTraining:
         try:
             os.mkdir(folder.preflight)
         except OSError:
-            self.fail_to_write(plan)
+            self.raise_write_error(plan)
         report = self.preflight_command("report", folder.preflight, folder.settings)
-        self.supervisor.run(self.on_nodes(nodes, report, limited=True))
+        self.supervisor.run(self.srun_on_nodes(nodes, report, limited=True))
         judge = self.preflight_command("judge", folder.preflight, *nodes)
-        code = self.supervisor.run(self.on_first_node(judge))
+        code = self.supervisor.run(self.srun_on_first_node(judge))
         verdict = folder.verdict()
         self.ranks_per_node = verdict["ranks_per_node"]
         suspected = self.pool.suspected
         unfit = verdict["unfit"]
         for node, reason in unfit.items():
             self.leave_out(node, SICK, reason)
-        if code != 0 and (code == MISTAKE or not unfit):
-            raise GiveUp(code=code)
-        if unfit and not self.pool.has_enough():
+        if code != 0 and (code == EXIT_USER_ERROR or not unfit):
+            raise StartFailed(code=code)
+        if unfit and not self.pool.has_enough_nodes():
             again = [node for node in unfit if node in suspected]
             if again:
-                self.blame(again[0])
-            raise GiveUp(code=code)
+                self.raise_still_sick(again[0])
+            raise StartFailed(code=code)
         self.passed_preflight.update(self.pool.healthy())
         self.test_suspected_nodes()
 
     def test_suspected_nodes(self) -> None:
-        """Tests the kernels on nodes that were sick in an earlier start, if the job can't do without them. Raises GiveUp
-        if a node is still sick."""
+        """Tests the kernels on nodes that were sick in an earlier start, if the job needs these
+        nodes.
+
+        Raises StartFailed if a node is still sick.
+        """
         assert self.plan and self.folder
         for node in self.choose_nodes():
             if node not in self.pool.suspected:
                 continue
             test = self.preflight_command("kernels", self.plan.run_folder, self.folder.settings)
-            if self.supervisor.run(self.on_nodes([node], test, limited=True)) != 0:
-                self.blame(node)
+            if self.supervisor.run(self.srun_on_nodes([node], test, limited=True)) != 0:
+                self.raise_still_sick(node)
 
-    def blame(self, node: str) -> None:
-        """Raises the error of a node that was sick in an earlier start and still is."""
+    def raise_still_sick(self, node: str) -> None:
+        """Raises StartFailed for a node that was sick in an earlier start and still is."""
         reason = self.pool.suspected[node]
-        raise GiveUp(
+        raise StartFailed(
             f"{node} was sick in an earlier start ({reason}), and still is; sbatch --exclude={node} ...",
-            MISTAKE,
+            EXIT_USER_ERROR,
         )
 
-    def preflight_command(self, action: str, *words: str) -> List[str]:
-        """Returns the command of the verb preflight."""
-        return [self.environment.python, "-m", "mamba_fsdp", "preflight", action, *words]
+    def preflight_command(self, action: str, *args: str) -> List[str]:
+        """Returns the command line of the verb preflight."""
+        return [self.environment.python, "-m", "mamba_fsdp", "preflight", action, *args]
 
-    def dry_run(self, plan: Plan) -> Decision:
-        """Says what would be trained."""
-        self.use_container([path for path in self.folders_of(plan) if os.path.exists(path)])
-        python = self.on_first_node([self.environment.python], with_network=False)
+    def dry_run(self, plan: Plan) -> JobDecision:
+        """Prints what the training would do."""
+        self.use_container([path for path in self.folders_to_mount(plan) if os.path.exists(path)])
+        python = self.srun_on_first_node([self.environment.python], with_network=False)
         code = dry_run(python, plan.settings, self.pool.wanted)
-        return Decision(Action.END, code, "")
+        return JobDecision(Action.END, code, "")
 
     # ------------------------------------------------------------------------------------------------ training
 
-    def train(self, plan: Plan, folder: StartFolder) -> Ending:
-        """Runs the ranks, and again after losses that a restart can fix. Returns how that ended."""
-        with written_until(folder.stop, self.supervisor.reason) as ask:
+    def train(self, plan: Plan, folder: StartFolder) -> JobState:
+        """Runs the ranks, and restarts them after losses that a restart can fix. Returns the final
+        state.
+        """
+        with stop_file_writer(folder.stop, self.supervisor.reason) as ask:
 
             def run_ranks() -> int:
-                return self.without_lost_nodes(lambda: self.run_ranks(plan, folder, ask))
+                return self.retry_without_lost_nodes(lambda: self.run_ranks(plan, folder, ask))
 
-            starts = Starts(run_ranks, self.ending)
+            starts = RankRestarts(run_ranks, self.job_state)
             while True:
-                ending = starts.run()
-                node = ending.outcome.node
-                is_sick = ending.code == NODE_FAULT or starts.is_sick(node)
-                if ending.asked or not is_sick or node not in self.training_nodes:
-                    return ending
-                self.leave_out(node, SICK, ending.lost)
-                if not self.pool.has_enough():
-                    return ending
+                state = starts.run()
+                node = state.outcome.node
+                is_sick = state.code == EXIT_NODE_FAULT or starts.is_sick(node)
+                if state.stop_signal or not is_sick or node not in self.training_nodes:
+                    return state
+                self.leave_out(node, SICK, state.lost)
+                if not self.pool.has_enough_nodes():
+                    return state
 
     def run_ranks(self, plan: Plan, folder: StartFolder, ask: Callable[[], None]) -> int:
-        """Runs the ranks of all nodes once. Returns srun's exit code. Raises NodeLost if a node is lost meanwhile."""
-        folder.forget_failures()
+        """Runs the ranks of all nodes once. Returns the exit code of srun.
+
+        Raises NodeLost if a node is lost while they run.
+        """
+        folder.remove_outcome()
         nodes = self.choose_nodes()
-        self.say_nodes(nodes, plan)
+        self.print_nodes(nodes, plan)
         self.attempts += 1
         self.training_nodes = nodes
         os.environ["LAST_NODE"] = nodes[-1]
-        launcher = launcher_of(
+        launcher = launcher_command(
             self.environment.python, plan.run_folder, self.variables.profile, self.job.start
         )
         launcher += [
             f"--nnodes={len(nodes)}",
             "--rdzv-backend=c10d",
             "--rdzv-id=" + self.job.start,
-            "--rdzv-endpoint=" + slurm.meeting_place(self.job, nodes[0], self.attempts),
-            # keep_alive_max_attempt: torchrun judges by the nodes' clocks which of them are alive; NodeWatch does not.
+            "--rdzv-endpoint=" + slurm.rendezvous_endpoint(self.job, nodes[0], self.attempts),
+            # keep_alive_max_attempt disables torchrun's check of which nodes are alive, because it compares
+            # the clocks of the nodes. NodeWatch replaces it.
             "--rdzv-conf=join_timeout=900,read_timeout=900,keep_alive_max_attempt=999999",
-            *plan.program("training.py", folder.settings),
+            *plan.rank_command("training.py", folder.settings),
         ]
         bounds = [
             "--kill-on-bad-exit=1",
-            f"--wait={SECONDS_BEHIND}",
-            f"--immediate={SECONDS_FOR_STEP}",
+            f"--wait={LAUNCHER_EXIT_SECONDS}",
+            f"--immediate={STEP_START_SECONDS}",
         ]
         try:
-            code = self.supervisor.run_training(self.on_nodes(nodes, launcher, bounds), ask)
-        except TooLate:
-            say(
-                f"{LAST_SECONDS} s before the time limit: the training has not ended, and the job does not wait for it"
+            code = self.supervisor.run_training(self.srun_on_nodes(nodes, launcher, bounds), ask)
+        except DeadlineExceeded:
+            print_line(
+                f"{DEADLINE_SECONDS} s before the time limit: the ranks have not stopped yet, and the job does not wait any longer"
             )
-            return ENDED
+            return EXIT_SIGTERM
         if code != 0:
-            self.notice_losses()
+            self.check_for_losses()
         return code
 
-    def say_nodes(self, nodes: Sequence[str], plan: Plan) -> None:
-        """Says which nodes train, if they are not the same as before or not all."""
+    def print_nodes(self, nodes: Sequence[str], plan: Plan) -> None:
+        """Prints the nodes that train, if they have changed or are not all nodes of the job."""
         wanted = self.pool.wanted
         is_first = not self.training_nodes
         if nodes == self.training_nodes or (is_first and len(nodes) == len(self.job.nodes)):
@@ -470,46 +525,51 @@ class SlurmTraining:
             text += "; spare: " + " ".join(spares)
         if len(nodes) < wanted:
             os.environ[WANTED_NODES_VARIABLE] = str(wanted)
-            samples = plan.batch.of_nodes(wanted, self.ranks_per_node)
+            samples = plan.batch.samples_per_step(wanted, self.ranks_per_node)
             each = samples * plan.batch.ranks_per_sample // (len(nodes) * self.ranks_per_node)
             text += (
-                f"; {each} samples a rank and step, {samples} together as before, in about {wanted / len(nodes):.2f} times "
-                "as long"
+                f"; {each} samples per rank and step, {samples} in all as before; a step takes about "
+                f"{wanted / len(nodes):.2f} times as long"
             )
-        say(text)
+        print_line(text)
 
     # ------------------------------------------------------------------------------------------------ losses
 
-    def lose_node(self, node: str) -> None:
-        """Takes a lost node out of the job. Threads of NodeWatch call it, and this one if Slurm has noticed the loss first."""
-        with self.losing:
+    def remove_lost_node(self, node: str) -> None:
+        """Removes a lost node from the job.
+
+        It is called by the threads of NodeWatch, or by this thread if Slurm notices the loss first.
+        """
+        with self.loss_lock:
             if node in self.pool.left_out:
                 return
             last_seen = self.watch.lost.get(node)
             if last_seen is None:
                 self.watch.lost[node] = time.time()
-                self.leave_out(node, LOST, "it is down, as Slurm says")
+                self.leave_out(node, LOST, "Slurm reports that it is down")
             else:
                 silence = time.time() - last_seen
-                self.leave_out(node, LOST, f"it has not answered for {silence:.0f} s", last_seen)
+                self.leave_out(node, LOST, f"it has not responded for {silence:.0f} s", last_seen)
             kept = [name for name in self.job.nodes if name not in self.watch.lost]
             slurm.kill_steps_on(self.job, node)
             slurm.release_nodes(self.job, kept)
-            if node in self.busy:
-                self.supervisor.lose_node()
+            if node in self.busy_nodes:
+                self.supervisor.abort_for_lost_node()
 
-    def notice_losses(self) -> None:
-        """Raises NodeLost if the ranks have failed because of a node that is lost."""
-        self.watch.settle()
+    def check_for_losses(self) -> None:
+        """Raises NodeLost if the ranks failed because a node is lost."""
+        self.watch.wait_for_confirmations()
         for node in slurm.nodes_down(self.training_nodes):
-            self.lose_node(node)
+            self.remove_lost_node(node)
         if any(node in self.watch.lost for node in self.training_nodes):
             raise NodeLost
 
     def leave_out(self, node: str, kind: str, reason: str, last_seen: float = 0.0) -> None:
-        """Leaves a node out from here on, and records it in the run folder."""
+        """Excludes a node from the rest of this start, and records it in the run folder. kind: LOST
+        or SICK.
+        """
         self.pool.left_out[node] = reason
-        say(f"{kind:<11}{node}: {reason}")
+        print_line(f"{kind:<11}{node}: {reason}")
         if self.keeps_record and self.plan and not self.plan.replay:
             with contextlib.suppress(OSError):
                 last_seen = last_seen or time.time()
@@ -517,128 +577,145 @@ class SlurmTraining:
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def on_nodes(
+    def srun_on_nodes(
         self,
         nodes: Sequence[str],
         command: List[str],
         options: Optional[List[str]] = None,
         limited: bool = False,
     ) -> List[str]:
-        """Returns what runs a command once on each of these nodes, inside the container if there is one."""
-        self.busy = set(nodes)
-        srun = slurm.on_nodes(nodes) + (options or []) + self.container + on_node(command)
+        """Returns the command line that runs a command once on each of these nodes, in the
+        container if there is one.
+        """
+        self.busy_nodes = set(nodes)
+        srun = (
+            slurm.srun_on_nodes(nodes) + (options or []) + self.container + with_node_setup(command)
+        )
         return ["timeout", str(PREFLIGHT_SECONDS), *srun] if limited else srun
 
-    def on_first_node(self, command: List[str], with_network: bool = True) -> List[str]:
-        """Returns what runs a command on the first node, where this program is already."""
-        self.busy = set()
+    def srun_on_first_node(self, command: List[str], with_network: bool = True) -> List[str]:
+        """Returns the command line that runs a command on the first node, where this program also
+        runs.
+        """
+        self.busy_nodes = set()
         if not self.environment.image:
             return command
-        inside = on_node(command) if with_network else command
-        return slurm.on_hosts(self.job.nodes[:1]) + self.container + inside
+        inside = with_node_setup(command) if with_network else command
+        return slurm.srun_without_gpus(self.job.nodes[:1]) + self.container + inside
 
     # ------------------------------------------------------------------------------------------------ signals
 
     def listen(self) -> None:
-        """Takes USR1 from --signal or scancel --batch, TERM from Slurm, and INT from a keyboard."""
+        """Handles USR1 from --signal or scancel --batch, TERM from Slurm, and INT from a keyboard."""
         self.supervisor.listen(
             {
                 signal.SIGUSR1: self.stop,
                 signal.SIGTERM: self.stop,
                 signal.SIGINT: self.stop,
-                signal.SIGALRM: self.supervisor.give_up_waiting,
+                signal.SIGALRM: self.supervisor.on_deadline,
             }
         )
 
     def stop(self, number: int) -> None:
-        """Asks what runs now to stop; after USR1 the job must be queued again before its time limit."""
-        if self.supervisor.asked:
+        """Asks the current command to stop.
+
+        After USR1, the job must be queued again before its time limit, so an alarm is set to
+        DEADLINE_SECONDS before the limit.
+        """
+        if self.supervisor.stop_signal:
             return
-        say(
-            "{}: stopping once the ranks, which look each second, have ended a step and written a checkpoint, or before "
-            "the first".format(signal.Signals(number).name[len("SIG") :])
+        print_line(
+            "{}: stopping after the current step and a checkpoint, or immediately before the first step".format(
+                signal.Signals(number).name[len("SIG") :]
+            )
         )
-        self.supervisor.ask_to_stop(number)
-        if number == signal.SIGUSR1:  # before the end that TERM announces, Slurm itself sees to it
+        self.supervisor.request_stop(number)
+        if number == signal.SIGUSR1:  # after TERM, Slurm itself ends or queues the job
             self.seconds_run = slurm.seconds_run(self.job)
             left = slurm.seconds_left(self.job)
             if left is not None:
                 self.seconds_left = left
-                seconds = max(1, int(left - LAST_SECONDS))
+                seconds = max(1, int(left - DEADLINE_SECONDS))
                 signal.alarm(min(seconds, MAX_ALARM_SECONDS))
 
     # ------------------------------------------------------------------------------------------------ at the end
 
     def newest(self) -> str:
-        """Returns the newest checkpoint of the run; if its folder is not known yet, that of the job's start before."""
+        """Returns the newest checkpoint of the run, or that of the previous start if the run folder
+        is not known yet.
+        """
         if not self.plan:
             return self.restarts.newest
         return newest_checkpoint(self.plan.run_folder) or NO_CHECKPOINT
 
-    def ending(self, code: int) -> Ending:
-        """Returns what is known now that the training has ended with this exit code of srun."""
-        asked = self.supervisor.asked
-        outcome = self.folder.outcome() if self.folder else Outcome()
-        return Ending(
+    def job_state(self, code: int) -> JobState:
+        """Returns the state of the job after the training has ended with this exit code of srun."""
+        stop_signal = self.supervisor.stop_signal
+        outcome = self.folder.outcome() if self.folder else TrainingOutcome()
+        return JobState(
             code=outcome.code if outcome.status else code,
             outcome=outcome,
-            run_folder=self.plan.shown_folder() if self.plan else "",
+            run_folder=self.plan.user_folder() if self.plan else "",
             newest=self.newest(),
             newest_before=self.newest_before,
             restarts=self.restarts.restarts,
             max_restarts=self.variables.max_restarts,
-            asked=asked,
-            is_running=not asked or slurm.state(self.job) == "RUNNING",
+            stop_signal=stop_signal,
+            is_running=not stop_signal or slurm.query_state(self.job) == "RUNNING",
             seconds_run=self.seconds_run,
             seconds_left=self.seconds_left,
         )
 
-    def conclude(self, ending: Ending) -> Decision:
-        """Decides what becomes of the job, and says it. From here on no signal changes that."""
-        decision = decide(ending)
+    def conclude(self, state: JobState) -> JobDecision:
+        """Decides what happens to the job, and prints it. Later signals do not change the decision."""
+        decision = decide(state)
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
-        if decision.forgets:
+        self.remove_files(decision.is_final)
+        print_line(decision.sentence)
+        if decision.prints_error:
+            self.show_first_error(state)
+        return decision
+
+    def remove_files(self, is_final: bool) -> None:
+        """Removes the folder of this start, and the restart count if the job will not start again."""
+        if is_final:
             self.restarts.forget()
         if self.folder:
             self.folder.remove()
-        say(decision.sentence)
-        if decision.shows_error:
-            self.show_first_error(ending)
-        return decision
 
-    def forget(self) -> None:
-        """Removes what the job keeps for its next start, and its folder in the run's."""
-        self.restarts.forget()
-        if self.folder:
-            self.folder.remove()
+    def show_first_error(self, state: JobState) -> None:
+        """Prints the first error of all nodes at the end of the log, where users look first.
 
-    def show_first_error(self, ending: Ending) -> None:
-        """Prints the first error of all nodes, last, where a person looks first. After the loss of a node others fail
-        because of it."""
+        If a node was lost, that is the first error, because other nodes fail as a consequence.
+        """
         lost = [node for node in self.training_nodes if node in self.watch.lost]
         if lost:
-            say("error: lost " + ", ".join(lost))
-        elif ending.outcome.error:
-            say(ending.outcome.error.rstrip("\n"))
-        elif ending.code == KILLED and self.folder:
-            say(KILLED_LAUNCHER)
+            print_line("error: lost " + ", ".join(lost))
+        elif state.outcome.error:
+            print_line(state.outcome.error.rstrip("\n"))
+        elif state.code == EXIT_SIGKILL and self.folder:
+            print_line(KILLED_LAUNCHER)
 
     def seconds_for_removal(self) -> float:
-        """Returns for how long the job waits for its containers to be removed."""
-        return seconds_for_removal(self.supervisor.asked, slurm.seconds_left(self.job))
+        """Returns how long the job waits for the removal of its containers."""
+        return seconds_for_removal(self.supervisor.stop_signal, slurm.seconds_left(self.job))
 
 
 def is_being_made(data: str) -> bool:
-    """Returns whether another process is making a token store: this job's own has given its leases back."""
+    """Returns whether another process is making a token store. This job's own process has released
+    its leases.
+    """
     return bool(glob.glob(os.path.join(glob.escape(data), ".progress*", "*.lease")))
 
 
-def named_paths(words: Sequence[str]) -> List[str]:
-    """Returns the paths that must be mounted so that the settings can be read, such as those of
-    --config=/elsewhere/my.yaml and of `replay RUN`."""
+def find_named_paths(args: Sequence[str]) -> List[str]:
+    """Returns the paths in the arguments that must be mounted to read the settings.
+
+    These are, for example, the paths in --config=/elsewhere/my.yaml and `replay RUN`.
+    """
     paths = []
-    for word in words:
+    for word in args:
         path = word.partition("=")[2]
         if not word.startswith("-"):
             path = os.path.abspath(word)
@@ -647,11 +724,14 @@ def named_paths(words: Sequence[str]) -> List[str]:
     return paths
 
 
-def seconds_for_removal(asked: str, seconds_left: Optional[float]) -> float:
-    """Returns for how long a job waits for its containers to be removed. asked: the signal that ended it.
-    seconds_left: until the time limit; None if a busy controller does not say."""
-    if not asked:
+def seconds_for_removal(stop_signal: str, seconds_left: Optional[float]) -> float:
+    """Returns how long a job waits for the removal of its containers.
+
+    stop_signal: the signal that ended the job, or "". seconds_left: the time until the time limit;
+    None if it is not known.
+    """
+    if not stop_signal:
         return MAX_REMOVAL_SECONDS
-    if asked != "USR1" or seconds_left is None:
+    if stop_signal != "USR1" or seconds_left is None:
         return SHORT_REMOVAL_SECONDS
-    return max(SHORT_REMOVAL_SECONDS, seconds_left - LAST_SECONDS)
+    return max(SHORT_REMOVAL_SECONDS, seconds_left - DEADLINE_SECONDS)

@@ -1,11 +1,13 @@
-"""The folder of one start of a run: RUN/starts/NAME. It bears the start's name, so that two starts of one run do not
-take what is the other's. For the cluster's own Python, see host.py.
+"""Manages the folder of one start of a run: RUN/starts/NAME. Different starts of a run use
+different names.
 
-    settings.json   what the settings came to; nodes and ranks read it
-    STOP            asks the ranks of this start to stop
-    preflight/      what each node found, and verdict.json
+    settings.json   the resolved settings, which nodes and ranks read
+    STOP            requests the ranks of this start to stop
+    preflight/      the findings of each node, and verdict.json
     NODE.json       the first failure of a node
     outcome.json    how the training ended
+
+For the cluster's own Python, see host.py.
 """
 
 import contextlib
@@ -15,7 +17,7 @@ import os
 import shutil
 from typing import Any, Dict, List
 
-from mamba_fsdp.launch.decision import Outcome
+from mamba_fsdp.launch.decision import TrainingOutcome
 from mamba_fsdp.run.names import (
     OLD_STOP_VARIABLE,
     OUTCOME,
@@ -28,9 +30,12 @@ from mamba_fsdp.run.names import (
 )
 
 
-def name_here() -> str:
-    """Returns the name of this process's start without a job, here_BOOT_NAMESPACE_PID: the first two tell whether a
-    process sees the other's id, as it does not on another machine or in another container."""
+def local_start_name() -> str:
+    """Returns the name of this process's start outside of Slurm, here_BOOT_NAMESPACE_PID.
+
+    BOOT and NAMESPACE identify the machine and the container, because process ids have a meaning
+    only there.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().split("-")[0]
     namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -38,7 +43,7 @@ def name_here() -> str:
 
 
 class StartFolder:
-    """The folder of one start. path: its own. is_scratch: whether the run folder goes away with it."""
+    """The folder of one start. is_scratch: whether the run folder is temporary and removed with it."""
 
     def __init__(self, run_folder: str, name: str, is_scratch: bool = False) -> None:
         self.run_folder = run_folder
@@ -51,52 +56,58 @@ class StartFolder:
         self.preflight = os.path.join(self.path, PREFLIGHT)
 
     def make(self, settings: Dict[str, Any]) -> None:
-        """Makes the folder with the settings, for ranks that know a file STOP of before from a later one. Raises
-        OSError."""
+        """Makes the folder and writes the settings to it. Raises OSError.
+
+        Also records the present file STOP of the run in the environment, so that ranks can
+        recognise a new one.
+        """
         os.environ[OLD_STOP_VARIABLE] = stop_file_id(self.run_folder)
         os.makedirs(self.path, exist_ok=True)
         with open(self.settings, "w") as file:
             file.write(json.dumps(settings) + "\n")
 
-    def outcome(self) -> Outcome:
-        """Returns what the launchers have left; an empty Outcome if they were killed."""
+    def outcome(self) -> TrainingOutcome:
+        """Reads outcome.json. Returns an empty TrainingOutcome if the launchers were killed before
+        they could write it.
+        """
         with contextlib.suppress(OSError, ValueError, TypeError):
             with open(os.path.join(self.path, OUTCOME)) as file:
-                return Outcome(**json.load(file))
-        return Outcome()
+                return TrainingOutcome(**json.load(file))
+        return TrainingOutcome()
 
     def verdict(self) -> Dict[str, Any]:
-        """Returns what preflight's judge has left: `unfit`, {node: reason}, and `ranks_per_node`."""
+        """Reads preflight's verdict: `unfit`, {node: reason}, and `ranks_per_node`."""
         with contextlib.suppress(OSError, ValueError):
             with open(os.path.join(self.preflight, VERDICT)) as file:
                 return json.load(file)
         return {"unfit": {}, "ranks_per_node": 1}
 
-    def forget_failures(self) -> None:
-        """Removes how the ranks ended, before they start again."""
+    def remove_outcome(self) -> None:
+        """Removes the failures and the outcome before the ranks are restarted."""
         for name in os.listdir(self.path):
             if name.endswith(".json") and name != RESOLVED:
                 os.unlink(os.path.join(self.path, name))
 
     def remove(self) -> None:
-        """Removes the folder and those of killed starts; if none is left, the folder of all starts too."""
-        for folder in [self.path, *self.killed_starts()]:
+        """Removes this folder and those of killed starts, and the folder `starts` if it is empty then."""
+        for folder in [self.path, *self.find_killed_starts()]:
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.rmdir(self.starts)
         if self.is_scratch:
             shutil.rmtree(self.run_folder, ignore_errors=True)
 
-    def killed_starts(self) -> List[str]:
-        """Returns the folders that killed starts have left: earlier ones of this job or, without a job, those of this
-        machine's processes that have ended."""
+    def find_killed_starts(self) -> List[str]:
+        """Returns the folders of starts that were killed.
+
+        For a job, these are its earlier starts. Outside of Slurm, these are starts of this machine
+        whose process has ended.
+        """
         job, _, _ = self.name.rpartition(".")
         if job:
             return glob.glob(os.path.join(glob.escape(self.starts), job + ".*"))
         machine, _, _ = self.name.rpartition("_")
         folders = glob.glob(os.path.join(glob.escape(self.starts), machine + "_*"))
-        return [folder for folder in folders if not is_alive(folder.rpartition("_")[2])]
-
-
-def is_alive(process: str) -> bool:
-    return os.path.exists("/proc/" + process)
+        return [
+            folder for folder in folders if not os.path.exists("/proc/" + folder.rpartition("_")[2])
+        ]

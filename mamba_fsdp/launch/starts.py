@@ -1,49 +1,53 @@
-"""Runs the ranks of a training, and again after a failure that a restart can fix. For the cluster's own Python, see
-host.py."""
+"""Runs the ranks of a training, and restarts them after failures that a restart can fix.
+
+For the cluster's own Python, see host.py.
+"""
 
 from typing import Callable, Dict
 
-from mamba_fsdp.launch.decision import Ending, starts_again_in_place
-from mamba_fsdp.launch.host import say
+from mamba_fsdp.launch.decision import JobState, should_restart_ranks
+from mamba_fsdp.launch.host import print_line
 
-FAILURES_OF_A_SICK_NODE = 2  # without a new checkpoint between them
+MAX_FAILURES_PER_NODE = 2  # a node with as many failures from one checkpoint counts as sick
 
 
-class Starts:
-    """The starts of a training's ranks within one start of the job, or of ./1.train.sbatch.
+class RankRestarts:
+    """Runs and restarts the ranks within one start of the job, or of ./1.train.sbatch.
 
-    run_ranks: runs the ranks once and returns the exit code. ending: returns what is known after they have ended with
-    that code.
+    run_ranks: runs the ranks once and returns the exit code. job_state: returns the state after the
+    ranks have ended with an exit code.
     """
 
-    def __init__(self, run_ranks: Callable[[], int], ending: Callable[[int], Ending]) -> None:
+    def __init__(self, run_ranks: Callable[[], int], job_state: Callable[[int], JobState]) -> None:
         self.run_ranks = run_ranks
-        self.ending = ending
+        self.job_state = job_state
         self.restarted_from = ""  # the newest checkpoint at the last restart
         self.failed_from = ""  # the newest checkpoint at the last failure
         self.failures: Dict[
             str, int
-        ] = {}  # of each node whose rank failed first, from that checkpoint
+        ] = {}  # {node: number of its first failures since that checkpoint}
 
-    def run(self) -> Ending:
-        """Returns how the training ended when restarting its ranks can't help any more."""
+    def run(self) -> JobState:
+        """Runs the ranks until restarting them can't help any more. Returns the final state."""
         while True:
-            ending = self.ending(self.run_ranks())
-            self.count_failure(ending)
-            if not starts_again_in_place(ending, self.restarted_from):
-                return ending
-            self.restarted_from = ending.newest
-            say("restarts   the ranks after the loss of " + ending.lost)
+            state = self.job_state(self.run_ranks())
+            self.count_failure(state)
+            if not should_restart_ranks(state, self.restarted_from):
+                return state
+            self.restarted_from = state.newest
+            print_line("restarts   the ranks after the loss of " + state.lost)
 
-    def count_failure(self, ending: Ending) -> None:
-        """Counts the first failure of a node's rank."""
-        if ending.newest != self.failed_from:
-            self.failed_from = ending.newest
+    def count_failure(self, state: JobState) -> None:
+        """Counts the failure for the node whose rank failed first."""
+        if state.newest != self.failed_from:
+            self.failed_from = state.newest
             self.failures.clear()
-        node = ending.outcome.node
+        node = state.outcome.node
         if node:
             self.failures[node] = self.failures.get(node, 0) + 1
 
     def is_sick(self, node: str) -> bool:
-        """Returns whether a node's rank has failed first so often that the node is to blame."""
-        return self.failures.get(node, 0) >= FAILURES_OF_A_SICK_NODE
+        """Returns whether ranks of this node were so often the first to fail that the node is to
+        blame.
+        """
+        return self.failures.get(node, 0) >= MAX_FAILURES_PER_NODE

@@ -1,5 +1,7 @@
-"""Runs the commands of a job one after the other, and passes on what signals ask for meanwhile. For the cluster's
-own Python, see host.py."""
+"""Runs the commands of a job one after the other, and reacts to signals while they run.
+
+For the cluster's own Python, see host.py.
+"""
 
 import contextlib
 import os
@@ -12,42 +14,44 @@ from typing import Callable, Dict, Iterator, List, Optional, Sequence, TypeVar
 
 T = TypeVar("T")
 
-SECONDS_BETWEEN_TRIES = 2.0
-MAX_SECONDS_DEAF = 1.0  # to a signal that has not interrupted a system call
-SECONDS_FOR_STORAGE = 10.0  # that a request which can't be written may hold up the end
+RETRY_SECONDS = 2.0
+SIGNAL_POLL_SECONDS = 1.0  # delay of a signal that does not interrupt a system call
+STORAGE_TIMEOUT_SECONDS = 10.0  # how long the end waits for a file that can't be written
 
 
-class StopAsked(Exception):
-    """A signal has asked the job to stop before its training began, or between two of its commands."""
+class StopRequested(Exception):
+    """Raised if a signal requested a stop before the training began, or between two commands."""
 
 
-class TooLate(Exception):
-    """The job can't wait for its command any longer."""
+class DeadlineExceeded(Exception):
+    """Raised if the job can't wait for the current command any longer."""
 
 
 class NodeLost(Exception):
-    """A node is lost on which the job's command was running."""
+    """Raised if a node of the current command is lost."""
 
 
 class Supervisor:
-    """The one who runs commands, each in a session of its own, which no signal reaches but through here.
+    """Runs commands, each in its own session, so that signals of the terminal or of Slurm reach
+    only this process.
 
-    asked: the name of the first signal that asked to stop; "" until there is one. child: the command that runs now.
-    last_pid, last_code: of the command that ran last.
+    stop_signal: the name of the first signal that requested a stop; "" if there was none. child:
+    the command that is running. last_pid, last_code: process id and exit code of the most recent
+    command.
     """
 
     def __init__(self) -> None:
-        self.asked = ""
+        self.stop_signal = ""
         self.child: "Optional[subprocess.Popen[str]]" = None
         self.ask_child: Callable[[], None] = self.terminate
         self.last_pid = 0
         self.last_code = 0
-        self.waits = False
-        self.is_too_late = False
+        self.is_waiting = False
+        self.deadline_passed = False
         self.has_lost_node = False
 
     def listen(self, handlers: Dict[int, Callable[[int], None]]) -> None:
-        """Calls the handlers at their signals from now on."""
+        """Installs the signal handlers, {signal: function of the signal's number}."""
 
         def as_handler(handle: Callable[[int], None]) -> Callable[[int, Optional[FrameType]], None]:
             return lambda number, frame: handle(number)
@@ -55,47 +59,59 @@ class Supervisor:
         for number, handle in handlers.items():
             signal.signal(number, as_handler(handle))
 
-    def ask_to_stop(self, number: int) -> None:
-        """Asks what runs now to stop, the first time that a signal wants it."""
-        if not self.asked:
-            self.asked = signal.Signals(number).name[len("SIG") :]
+    def request_stop(self, number: int) -> None:
+        """Handles a signal that requests a stop: asks the current command to stop. Later signals
+        have no effect.
+        """
+        if not self.stop_signal:
+            self.stop_signal = signal.Signals(number).name[len("SIG") :]
             if self.child:
                 self.ask_child()
 
     def reason(self) -> str:
-        """Returns why the ranks are asked to stop: status.json keeps it."""
-        return f"SIG{self.asked}\n"
+        """Returns the reason for the stop, which the ranks write to status.json."""
+        return f"SIG{self.stop_signal}\n"
 
-    def check_asked(self) -> None:
-        """Raises StopAsked if a signal has asked to stop."""
-        if self.asked:
-            raise StopAsked
+    def raise_if_stop_requested(self) -> None:
+        """Raises StopRequested if a signal has requested a stop."""
+        if self.stop_signal:
+            raise StopRequested
 
     def run(self, command: Sequence[str]) -> int:
-        """Returns the exit code of a command, which SIGTERM ends if a signal asks to stop. Raises StopAsked then,
-        and if a signal has asked before; NodeLost after lose_node, and TooLate after give_up_waiting."""
-        self.check_asked()
+        """Runs a command and returns its exit code. SIGTERM ends the command if a signal requests a
+        stop.
+
+        Raises StopRequested if a signal requests a stop, or has requested it before; NodeLost after
+        abort_for_lost_node; DeadlineExceeded after on_deadline.
+        """
+        self.raise_if_stop_requested()
         self._start(command, self.terminate)
-        code = self._end_of_child()
-        self.check_asked()
+        code = self._wait_for_child()
+        self.raise_if_stop_requested()
         return code
 
-    def output_of(self, command: Sequence[str], with_errors: bool = False) -> str:
-        """Returns what a command prints to stdout; with_errors: to stderr too. Raises as `run` does."""
-        self.check_asked()
+    def run_for_output(self, command: Sequence[str], with_errors: bool = False) -> str:
+        """Runs a command and returns its stdout, with stderr if with_errors is true.
+
+        Raises StopRequested, NodeLost and DeadlineExceeded like `run`.
+        """
+        self.raise_if_stop_requested()
         stderr = subprocess.STDOUT if with_errors else None
         child = self._start(command, self.terminate, stdout=subprocess.PIPE, stderr=stderr)
         with self._waiting():
-            output, _ = heeding_signals(child.communicate)
-        self._end_of_child()
-        self.check_asked()
+            output, _ = wait_interruptibly(child.communicate)
+        self._wait_for_child()
+        self.raise_if_stop_requested()
         return output
 
     def run_training(self, command: Sequence[str], ask: Callable[[], None]) -> int:
-        """Returns the exit code of a command that ends in good order once `ask` has asked it to. Raises TooLate
-        if `give_up_waiting` was called, NodeLost if lose_node was."""
+        """Runs a command that shuts down cleanly when `ask` is called, and returns its exit code.
+
+        `ask` is called when a signal requests a stop. Raises DeadlineExceeded after on_deadline,
+        and NodeLost after abort_for_lost_node.
+        """
         self._start(command, ask)
-        return self._end_of_child()
+        return self._wait_for_child()
 
     def _start(
         self,
@@ -115,16 +131,16 @@ class Supervisor:
         self.ask_child = ask
         self.last_pid = child.pid
         self.child = child
-        if self.asked:  # since it was looked at last
+        if self.stop_signal:  # the signal arrived after the last check
             ask()
         if self.has_lost_node:
             self.send(signal.SIGKILL)
         return child
 
-    def _end_of_child(self) -> int:
+    def _wait_for_child(self) -> int:
         assert self.child
         with self._waiting():
-            code = heeding_signals(self.child.wait)
+            code = wait_interruptibly(self.child.wait)
         self.child = None
         self.last_code = code if code >= 0 else 128 - code
         if self.has_lost_node:
@@ -134,53 +150,58 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Has `give_up_waiting` end the block with TooLate."""
+        """Lets on_deadline end the `with` block with DeadlineExceeded."""
         try:
-            self.waits = True
-            if self.is_too_late:
-                raise TooLate
+            self.is_waiting = True
+            if self.deadline_passed:
+                raise DeadlineExceeded
             yield
         finally:
-            self.waits = False
+            self.is_waiting = False
 
     def terminate(self) -> None:
-        """Ends the command that runs now, and what it has started."""
+        """Sends SIGTERM to the current command and its children."""
         self.send(signal.SIGTERM)
 
     def send(self, number: int) -> None:
-        """Sends a signal to the command that runs now, and to what it has started but ranks: they are in sessions
-        of their own."""
+        """Sends a signal to the current command and its children. Ranks are not reached, because
+        they have their own sessions.
+        """
         if self.child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.child.pid, number)
 
-    def lose_node(self) -> None:
-        """Kills the command that runs now, or the next one, which then raises NodeLost. Any thread may call it."""
+    def abort_for_lost_node(self) -> None:
+        """Kills the current command, or the next one, which then raises NodeLost. Any thread can
+        call it.
+        """
         self.has_lost_node = True
         self.send(signal.SIGKILL)
 
-    def give_up_waiting(self, number: int) -> None:
-        """Handles a signal that says that the job can't wait any longer."""
-        self.is_too_late = True
-        if self.waits:
-            raise TooLate
+    def on_deadline(self, number: int) -> None:
+        """Handles the signal after which the job can't wait for the current command any longer."""
+        self.deadline_passed = True
+        if self.is_waiting:
+            raise DeadlineExceeded
 
 
-def heeding_signals(wait: Callable[..., T]) -> T:
-    """Returns the result of `wait(timeout=...)`, which it calls until that does not raise TimeoutExpired.
+def wait_interruptibly(wait: Callable[..., T]) -> T:
+    """Calls `wait(timeout=...)` repeatedly until it does not raise TimeoutExpired, and returns its
+    result.
 
-    Python calls a signal's handler between two bytecodes. A signal that reaches another thread, or this one just before
-    it enters a system call, does not interrupt the call: its handler would wait until the child has ended.
+    Python runs signal handlers only between two bytecodes. A signal that another thread receives,
+    or that arrives just before a system call, does not interrupt that call, so the handler would
+    not run until the child has ended.
     """
     while True:
         try:
-            return wait(timeout=MAX_SECONDS_DEAF)
+            return wait(timeout=SIGNAL_POLL_SECONDS)
         except subprocess.TimeoutExpired:
             pass
 
 
-def processes_below(pid: int) -> List[int]:
-    """Returns the processes that a process has started and that have not ended."""
+def list_children(pid: int) -> List[int]:
+    """Returns the child processes of a process."""
     children = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -190,22 +211,28 @@ def processes_below(pid: int) -> List[int]:
 
 
 @contextlib.contextmanager
-def written_until(file: str, text: Callable[[], str]) -> Iterator[Callable[[], None]]:
-    """Yields a function that writes a file from a thread, again and again until it succeeds: storage may fail for a
-    moment. The file is removed at the end of the block."""
+def stop_file_writer(file: str, text: Callable[[], str]) -> Iterator[Callable[[], None]]:
+    """Yields a function that writes a file in a thread. The file is removed at the end of the
+    `with` block.
+
+    Writing is retried until it succeeds, because the storage can fail temporarily. text: returns
+    the content.
+    """
     over = threading.Event()
     threads: List[threading.Thread] = []
 
     def write() -> None:
         while not over.is_set():
             try:
-                unfinished = file + ".unfinished"  # no rank reads it before it says why
+                unfinished = (
+                    file + ".unfinished"
+                )  # renamed at the end, so that ranks never read a part of it
                 with open(unfinished, "w") as stop:
                     stop.write(text())
                 os.replace(unfinished, file)
                 return
             except OSError:
-                over.wait(SECONDS_BETWEEN_TRIES)
+                over.wait(RETRY_SECONDS)
 
     def start() -> None:
         threads.append(threading.Thread(target=write, daemon=True))
@@ -215,7 +242,7 @@ def written_until(file: str, text: Callable[[], str]) -> Iterator[Callable[[], N
         yield start
     finally:
         over.set()
-        end = time.monotonic() + SECONDS_FOR_STORAGE
+        end = time.monotonic() + STORAGE_TIMEOUT_SECONDS
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
         with contextlib.suppress(OSError):

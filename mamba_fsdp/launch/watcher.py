@@ -1,7 +1,7 @@
-"""Handles a node's signals in a thread next to torchrun's agent, which gets none of them.
+"""Handles a node's signals in a thread, so that torchrun's agent does not receive them.
 
-By itself the agent would kill the ranks 30 s after a request to stop, even in the middle of a
-checkpoint; and when one rank fails, the others may wait just as long for it.
+The agent would kill the ranks 30 s after a request to stop, even while they write a checkpoint. If
+one rank fails, the other ranks could wait just as long for it.
 """
 
 import contextlib
@@ -11,20 +11,23 @@ import signal
 import threading
 from pathlib import Path
 
-REQUESTS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}  # to stop
-WATCHED = REQUESTS | {signal.SIGQUIT, signal.SIGCHLD}  # SIGQUIT: the user does not want to wait
-FAILED = (os.CLD_KILLED, os.CLD_DUMPED)
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}  # requests to stop
+HANDLED_SIGNALS = STOP_SIGNALS | {
+    signal.SIGQUIT,
+    signal.SIGCHLD,
+}  # SIGQUIT: stop without a checkpoint
+KILLED_CODES = (os.CLD_KILLED, os.CLD_DUMPED)
 
 
 class Watcher(threading.Thread):
-    """Passes the first request to stop on to the ranks, and kills the other ranks if one fails.
+    """Forwards the first request to stop to the ranks, and kills the other ranks if one fails.
 
-    WATCHED must be blocked in all threads. request: the signal that asked to stop, or 0. killed: the
-    process ids of ranks that this thread killed because another one failed.
+    HANDLED_SIGNALS must be blocked in all threads. request: the signal that requested the stop, or
+    0. killed: the process ids of the ranks that this thread killed after another rank had failed.
     """
 
     def __init__(self, scratch: str) -> None:
-        """Makes the thread. scratch: the folder to remove if the process exits without ranks."""
+        """scratch: a folder to remove if a signal ends the process while it has no ranks."""
         super().__init__(daemon=True)
         self.scratch = scratch
         self.request = 0
@@ -32,14 +35,16 @@ class Watcher(threading.Thread):
 
     def run(self) -> None:
         while True:
-            event = signal.sigwaitinfo(WATCHED)
+            event = signal.sigwaitinfo(HANDLED_SIGNALS)
             if event.si_signo == signal.SIGCHLD:
-                has_failed = event.si_code in FAILED or (
+                has_failed = event.si_code in KILLED_CODES or (
                     event.si_code == os.CLD_EXITED and event.si_status
                 )
-                if has_failed and not self.killed:  # otherwise this thread has killed it
+                if (
+                    has_failed and not self.killed
+                ):  # after that, ranks fail because this thread kills them
                     self.killed = send(signal.SIGKILL) - {event.si_pid}
-            elif not child_pids():  # none yet, or none any more
+            elif not child_pids():  # no ranks yet, or they have all ended
                 first = self.request or event.si_signo
                 shutil.rmtree(self.scratch, ignore_errors=True)
                 os._exit(128 + first)
@@ -52,16 +57,16 @@ class Watcher(threading.Thread):
 
 
 def child_pids() -> set[int]:
-    """Returns the process ids of the ranks: they are all that the main thread starts."""
+    """Returns the process ids of the ranks. The main thread starts no other processes."""
     pid = os.getpid()
     children = Path(f"/proc/{pid}/task/{pid}/children")
-    # Twice: the kernel may leave one out while another one goes.
-    words = children.read_text().split() + children.read_text().split()
-    return set(map(int, words))
+    # The file is read twice, because the kernel can omit a child while another one exits.
+    args = children.read_text().split() + children.read_text().split()
+    return set(map(int, args))
 
 
 def send(number: int) -> set[int]:
-    """Sends a signal to the ranks and to what they have started. Returns the ranks' process ids."""
+    """Sends a signal to the ranks and their children. Returns the process ids of the ranks."""
     pids = child_pids()
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -104,7 +104,7 @@ def first_mistake(settings: TrainConfig) -> str:
 def test_kernels(run: Path, settings_file: Path) -> int:
     """Tests on each GPU of this node the kernels that the run has chosen. Returns the exit code. Raises UserError if one is
     wrong; without a GPU, or before the run has chosen, nothing is tested."""
-    if not machine.assigned_gpus():
+    if not machine.count_assigned_gpus():
         return 0
     from mamba_fsdp.trainer.kernel_selection import test_node_kernels
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mamba_fsdp.fields import setting
-from mamba_fsdp.launch.machine import begin_rank
+from mamba_fsdp.launch.machine import set_up_rank_signals
 from mamba_fsdp.run.names import START_VARIABLE
 from mamba_fsdp.run.records import write_status
 
@@ -32,7 +32,7 @@ class Options:
 
 
 def main(run: str, options: Options) -> None:
-    begin_rank()
+    set_up_rank_signals()
     from mamba_fsdp.trainer.replay import DifferenceError, replay
 
     is_first = os.environ.get("RANK", "0") == "0"

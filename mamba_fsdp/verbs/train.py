@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mamba_fsdp.launch.in_process import prepare, run
-from mamba_fsdp.launch.machine import begin_rank, processes_per_node
+from mamba_fsdp.launch.machine import processes_per_node, set_up_rank_signals
 from mamba_fsdp.reporting.console import ignore_output_errors
 from mamba_fsdp.settings.resolve import read_resolved, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page as page  # noqa: F401
@@ -17,7 +17,7 @@ from mamba_fsdp.settings.settings_page import settings_page as page  # noqa: F40
 def main(*stray: str, config: str | None = None, resolved: str | None = None, **words: str) -> int:
     """Trains with the settings in `words`, or with those in the file `resolved`, which the launcher has checked and
     written. Returns the exit code."""
-    begin_rank()
+    set_up_rank_signals()
     if resolved:
         settings = read_resolved(Path(resolved))
     else:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mamba_fsdp.launch import containers
-from mamba_fsdp.launch.containers import is_of_image, nearest_mount
-from mamba_fsdp.launch.host import Mistake
+from mamba_fsdp.launch.containers import find_mount, is_protected
+from mamba_fsdp.launch.host import LaunchError
 from tests.support.pyxis import OLDEST_PYXIS, PYXIS_OPTIONS, mounted
 
 
@@ -22,7 +22,7 @@ def options(tmp_path, monkeypatch):
 
     def find(*paths):
         paths = [str(path) for path in paths]
-        folders = paths + containers.folders_behind_links(paths)
+        folders = paths + containers.find_linked_folders(paths)
         return containers.container_options("/images/a.sqsh", "77.0", folders)
 
     return find
@@ -59,11 +59,11 @@ def test_a_name_that_no_mount_can_have_is_covered_by_the_folder_above(
 
 def test_links_to_many_folders_need_a_name_for_all(options, disk, tmp_path, monkeypatch):
     """One word of a command holds all mounts, and Linux bounds its length. What lies in a mount needs none of its own."""
-    monkeypatch.setattr(containers, "LONGEST_LIST", 500)
+    monkeypatch.setattr(containers, "MAX_MOUNT_LIST_CHARS", 500)
     for number in range(10):
         (disk / f"at/{number}").mkdir(parents=True)
     make_links(tmp_path / "links", {f"{number}": disk / f"at/{number}" for number in range(10)})
-    with pytest.raises(Mistake, match="lead to 11 folders, such as "):
+    with pytest.raises(LaunchError, match="point to 11 folders, such as "):
         options(tmp_path / "links")
     assert mounted(options(f"{disk}/at/", tmp_path / "links")) == [str(tmp_path), f"{disk}/at/"]
 
@@ -90,7 +90,7 @@ def test_links_are_followed_to_their_end_and_hide_nothing_of_the_images(
     assert set(found) == {str(tmp_path), *ends}
     warning = capfd.readouterr().out
     assert warning.startswith("warning: the container can't follow ") and "links: 2" in warning
-    with pytest.raises(Mistake, match=re.escape(f"there is no {disk}/real/gone on")):
+    with pytest.raises(LaunchError, match=re.escape(f"{disk}/real/gone does not exist on")):
         options(disk / "real/gone")
     assert f"{disk}/real/gone -> {disk}/real/nowhere/shard" in capfd.readouterr().out
 
@@ -100,16 +100,16 @@ def test_links_are_followed_to_their_end_and_hide_nothing_of_the_images(
     [("/my data", "/"), ("/opt/my data", "/opt"), ("/usr/bin/", "/usr/bin/"), ("/dev", "/dev")],
 )
 def test_a_folder_of_the_image_is_refused(path, folder):
-    said = f"{path}: the container would need {folder}, which is the image's own"
-    with pytest.raises(Mistake, match=re.escape(said)):
-        nearest_mount(path)
+    said = f"{path}: can't be mounted, since {folder} is a folder of the image"
+    with pytest.raises(LaunchError, match=re.escape(said)):
+        find_mount(path)
 
 
 def test_a_file_and_what_lies_beside_the_images_folders_can_be_mounted():
     """Of /opt only what AWS keeps there is the image's."""
-    assert nearest_mount("/usr/bin/env") == "/usr/bin/env"
-    assert is_of_image("/opt/amazon/efa") and is_of_image("/proc/self")
-    assert not is_of_image("/opt/mine") and not is_of_image("/user/me")
+    assert find_mount("/usr/bin/env") == "/usr/bin/env"
+    assert is_protected("/opt/amazon/efa") and is_protected("/proc/self")
+    assert not is_protected("/opt/mine") and not is_protected("/user/me")
 
 
 def test_without_gpus_nvidias_driver_is_not_asked_for(options, monkeypatch):

@@ -2,24 +2,30 @@
 
 import pytest
 
-from mamba_fsdp.launch.decision import Action, Ending, Outcome, decide, starts_again_in_place
+from mamba_fsdp.launch.decision import (
+    Action,
+    JobState,
+    TrainingOutcome,
+    decide,
+    should_restart_ranks,
+)
 
 END = Action.END
 AGAIN = Action.QUEUE_AGAIN
-USUAL = Ending(
+USUAL = JobState(
     code=0,
-    outcome=Outcome(),
+    outcome=TrainingOutcome(),
     run_folder="/runs/a",
     newest="step_00000005",
     newest_before="start",
     restarts=0,
     max_restarts=3,
 )
-NOTHING_LEFT = Outcome()
-FINISHED = Outcome("finished")
-STOPPED_BY_FILE = Outcome("stopped", stop_file=True)
-STOPPED_BY_A_SIGNAL = Outcome("stopped")
-CRASHED = Outcome("failed", 1, "rank 1 on node2: It exited with code 1", error="Error\n")
+NOTHING_LEFT = TrainingOutcome()
+FINISHED = TrainingOutcome("finished")
+STOPPED_BY_FILE = TrainingOutcome("stopped", stop_file=True)
+STOPPED_BY_A_SIGNAL = TrainingOutcome("stopped")
+CRASHED = TrainingOutcome("failed", 1, "rank 1 on node2: It exited with code 1", error="Error\n")
 LATE = {"seconds_run": 7000.0, "seconds_left": 290.0}
 EARLY = {"seconds_run": 5.0, "seconds_left": 360.0}
 NO_PROGRESS = {"newest_before": "step_00000005", "restarts": 3}
@@ -33,20 +39,25 @@ def ended(code=0, outcome=NOTHING_LEFT, **known):
 TABLE = {  # what happened: (the ending, what the job does, its exit code, how its sentence begins)
     "all steps are done": (ended(outcome=FINISHED), END, 0, "finished: /runs/a"),
     "done, and asked to stop meanwhile": (
-        ended(outcome=FINISHED, asked="USR1"),
+        ended(outcome=FINISHED, stop_signal="USR1"),
         END,
         0,
         "finished",
     ),
-    "a file STOP": (ended(outcome=STOPPED_BY_FILE), END, 0, "stopped at step_00000005 as the file"),
+    "a file STOP": (
+        ended(outcome=STOPPED_BY_FILE),
+        END,
+        0,
+        "stopped at step_00000005 because the file",
+    ),
     "a file STOP, and a rank fails": (
-        ended(outcome=Outcome("stopped", 1, "rank 1", True)),
+        ended(outcome=TrainingOutcome("stopped", 1, "rank 1", True)),
         END,
         1,
-        "ended at step_00000005: the file STOP asked, and a rank failed",
+        "ended at step_00000005: the file STOP requested it, but a rank failed",
     ),
     "a mistake that a rank finds": (
-        ended(outcome=Outcome("failed", 2)),
+        ended(outcome=TrainingOutcome("failed", 2)),
         END,
         2,
         "not queued again",
@@ -56,42 +67,47 @@ TABLE = {  # what happened: (the ending, what the job does, its exit code, how i
     "a launcher is killed": (ended(137), AGAIN, 0, "queued again"),
     "SIGTERM to another node": (ended(143, STOPPED_BY_A_SIGNAL), AGAIN, 0, "queued again"),
     "USR1 before the time limit": (
-        ended(outcome=STOPPED_BY_A_SIGNAL, asked="USR1", **LATE),
+        ended(outcome=STOPPED_BY_A_SIGNAL, stop_signal="USR1", **LATE),
         AGAIN,
         0,
         "queued again",
     ),
     "USR1 by hand": (
-        ended(outcome=STOPPED_BY_A_SIGNAL, asked="USR1", seconds_run=5.0, seconds_left=361.0),
+        ended(outcome=STOPPED_BY_A_SIGNAL, stop_signal="USR1", seconds_run=5.0, seconds_left=361.0),
         AGAIN,
         0,
         "queued again",
     ),
     "USR1 at once, by --time=5": (
-        ended(outcome=STOPPED_BY_A_SIGNAL, asked="USR1", **EARLY),
+        ended(outcome=STOPPED_BY_A_SIGNAL, stop_signal="USR1", **EARLY),
         END,
         2,
-        "error: Slurm asked to stop 5 s after the start and 360 s before the time limit, which leaves no time",
+        "error: Slurm requested a stop 5 s after the start and 360 s before the time limit, which leaves no time",
     ),
     "USR1, start after start without a checkpoint": (
-        ended(143, asked="USR1", **LATE, **NO_PROGRESS),
+        ended(143, stop_signal="USR1", **LATE, **NO_PROGRESS),
         END,
         1,
         "error: gave up after 3 restarts",
     ),
     "scancel": (
-        ended(outcome=STOPPED_BY_A_SIGNAL, asked="TERM", is_running=False),
+        ended(outcome=STOPPED_BY_A_SIGNAL, stop_signal="TERM", is_running=False),
         END,
         143,
-        "ended at step_00000005 by Slurm or by hand",
+        "ended at step_00000005 by Slurm or by a user",
     ),
     "TERM to the script alone": (
-        ended(outcome=STOPPED_BY_A_SIGNAL, asked="TERM"),
+        ended(outcome=STOPPED_BY_A_SIGNAL, stop_signal="TERM"),
         AGAIN,
         0,
         "queued again",
     ),
-    "Ctrl-C in salloc": (ended(outcome=STOPPED_BY_A_SIGNAL, asked="INT"), END, 143, "ended at"),
+    "Ctrl-C in salloc": (
+        ended(outcome=STOPPED_BY_A_SIGNAL, stop_signal="INT"),
+        END,
+        143,
+        "ended at",
+    ),
     "crashes without a new checkpoint": (
         ended(outcome=CRASHED, **NO_PROGRESS),
         END,
@@ -108,7 +124,7 @@ def test_what_becomes_of_a_job(happened):
     decision = decide(ending)
     assert (decision.action, decision.exit_code) == (action, code)
     assert decision.sentence.startswith(sentence)
-    assert decision.forgets == (action is END), "the next start of the job counts on"
+    assert decision.is_final == (action is END), "the next start of the job counts on"
 
 
 IN_PLACE = {  # what happened: (the ending, from where ranks started again last, whether they do so now)
@@ -117,12 +133,12 @@ IN_PLACE = {  # what happened: (the ending, from where ranks started again last,
     "again, without one": (ended(outcome=CRASHED), "step_00000005", False),
     "MAX_RESTARTS=0": (ended(outcome=CRASHED, max_restarts=0), "", False),
     "a launcher is killed": (ended(137), "", True),
-    "a rank's node is at fault": (ended(outcome=Outcome("failed", 75)), "", False),
+    "a rank's node is at fault": (ended(outcome=TrainingOutcome("failed", 75)), "", False),
     "srun itself fails": (ended(1), "", False),
     "SIGTERM to another node": (ended(143, STOPPED_BY_A_SIGNAL), "", False),
-    "a mistake": (ended(outcome=Outcome("failed", 2)), "", False),
-    "asked to stop": (ended(outcome=CRASHED, asked="USR1"), "", False),
-    "a file STOP": (ended(outcome=Outcome("stopped", 1, "rank 1", True)), "", False),
+    "a mistake": (ended(outcome=TrainingOutcome("failed", 2)), "", False),
+    "asked to stop": (ended(outcome=CRASHED, stop_signal="USR1"), "", False),
+    "a file STOP": (ended(outcome=TrainingOutcome("stopped", 1, "rank 1", True)), "", False),
 }
 
 
@@ -130,4 +146,4 @@ IN_PLACE = {  # what happened: (the ending, from where ranks started again last,
 def test_when_ranks_start_again_in_place(happened):
     """Once for each new checkpoint."""
     ending, restarted_from, expected = IN_PLACE[happened]
-    assert starts_again_in_place(ending, restarted_from) == expected
+    assert should_restart_ranks(ending, restarted_from) == expected

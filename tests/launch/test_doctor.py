@@ -34,7 +34,7 @@ def test_efa_devices_are_known_by_their_driver(tmp_path, monkeypatch):
 def test_efa_devices_need_a_library_that_nccl_looks_for(monkeypatch):
     find = Check("EFA plugin", checks.find_efa_plugin)
     assert find.make() == Finding("-", "no EFA devices")
-    monkeypatch.setattr(checks, "efa_devices", lambda: 4)
+    monkeypatch.setattr(checks, "count_efa_devices", lambda: 4)
     monkeypatch.delenv("NCCL_NET_PLUGIN", raising=False)
 
     def load(name):
@@ -52,8 +52,8 @@ def test_efa_devices_need_a_library_that_nccl_looks_for(monkeypatch):
     [(0, "-", "0 GPUs"), (1, "ok", "1 GPU NVIDIA A100"), (2, "FAIL", "the driver shows 1")],
 )
 def test_gpus_that_slurm_assigned_must_be_shown_by_the_driver(assigned, verdict, said, monkeypatch):
-    monkeypatch.setattr(machine, "driver_gpus", lambda: ["NVIDIA A100"])
-    monkeypatch.setattr(machine, "assigned_gpus", lambda: assigned)
+    monkeypatch.setattr(machine, "list_driver_gpus", lambda: ["NVIDIA A100"])
+    monkeypatch.setattr(machine, "count_assigned_gpus", lambda: assigned)
     found = Check("GPUs", checks.find_gpus).make()
     assert found.verdict == verdict and said in found.text
 
@@ -62,14 +62,14 @@ def test_gpus_that_slurm_assigned_must_be_shown_by_the_driver(assigned, verdict,
 def test_a_gpu_that_torch_has_no_code_for_is_a_mistake(monkeypatch, capability, fits):
     major, minor = capability
     about = SimpleNamespace(name="NVIDIA B200", major=major, minor=minor, total_memory=192 << 30)
-    monkeypatch.setattr(machine, "assigned_gpus", lambda: 1)
+    monkeypatch.setattr(machine, "count_assigned_gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", [about].__getitem__)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_86", "sm_90a"])
     (check,) = (check for check in preflight.JOB_CHECKS if check.name == "torch's code")
     found = check.make()
     assert check.exit_code == 2 and (found.verdict == "ok") == fits
-    assert fits or "has no code for NVIDIA B200 (sm_100), but for sm_80" in found.text
+    assert fits or "was not compiled for NVIDIA B200 (sm_100), only for sm_80" in found.text
     assert checks.find_torch_gpus() == f"192 GiB, sm_{major}{minor}, 2250 TFLOP/s in bf16"
 
 
@@ -77,7 +77,7 @@ def test_a_gpu_that_torch_has_no_code_for_is_a_mistake(monkeypatch, capability, 
 def test_environments_that_do_not_belong_to_the_checkout(tmp_path, stamp):
     if stamp is not None:
         (tmp_path / ".complete").write_text(stamp)
-    with pytest.raises(UserError, match="incomplete or was made from other requirements"):
+    with pytest.raises(UserError, match="incomplete or does not match the requirements"):
         machine.check_version(tmp_path)
 
 
@@ -93,4 +93,4 @@ def test_an_installed_package_has_no_checkout_to_agree_with(tmp_path, monkeypatc
 )
 def test_gpus_that_were_chosen_are_counted(monkeypatch, visible, count):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert machine.assigned_gpus() == count
+    assert machine.count_assigned_gpus() == count

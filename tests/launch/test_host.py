@@ -7,17 +7,17 @@ import subprocess
 import pytest
 
 from mamba_fsdp.launch import host
-from mamba_fsdp.launch.host import Mistake
+from mamba_fsdp.launch.host import LaunchError
 from tests.support.pyxis import SQUASHFS
 
 REFUSED = {
-    "PROCESSES_PER_NODE=all": "PROCESSES_PER_NODE=all: expected 1 or more",
-    "GPUS_PER_NODE=0": "GPUS_PER_NODE=0: expected 1 or more",
-    "GPUS_PER_NODE=4 PROCESSES_PER_NODE=2": "mean the same; give one",
-    "MAX_RESTARTS=-1": "MAX_RESTARTS=-1: expected a number",
-    "PROFILE=yes": "PROFILE=yes: choose torch or nsys",
+    "PROCESSES_PER_NODE=all": "PROCESSES_PER_NODE=all: expected an integer of at least 1",
+    "GPUS_PER_NODE=0": "GPUS_PER_NODE=0: expected an integer of at least 1",
+    "GPUS_PER_NODE=4 PROCESSES_PER_NODE=2": "contradict each other; set only one",
+    "MAX_RESTARTS=-1": "MAX_RESTARTS=-1: expected a non-negative integer",
+    "PROFILE=yes": "PROFILE=yes: expected torch or nsys",
     "FSX_MOUNT=/mnt/lustre:/fsx": "write /mnt/lustre:/mnt/lustre",
-    "MOUNTS=my": "MOUNTS, DATA_PATH or FSX_MOUNT: my: expected the whole",
+    "MOUNTS=my": "MOUNTS, DATA_PATH or FSX_MOUNT: my: expected the absolute",
 }
 
 
@@ -27,7 +27,7 @@ def variables(text):
 
 @pytest.mark.parametrize("given", REFUSED)
 def test_a_variable_that_means_nothing_is_refused(given):
-    with pytest.raises(Mistake, match=re.escape(REFUSED[given])):
+    with pytest.raises(LaunchError, match=re.escape(REFUSED[given])):
         variables(given)
 
 
@@ -42,7 +42,7 @@ def test_variables_are_read_by_their_own_names_and_by_those_of_aws():
 @pytest.mark.parametrize("given, ranks", [({}, None), ({"GPUS_PER_NODE": "4"}, "4")])
 def test_a_jobs_python_sees_this_project_and_no_other_packages(monkeypatch, given, ranks):
     monkeypatch.setattr(os, "environ", {"PYTHONHOME": "/nonsense", **given})
-    host.set_up_python()
+    host.set_python_variables()
     assert os.environ["PYTHONPATH"] == host.PROJECT and os.environ["PYTHONNOUSERSITE"] == "1"
     assert "PYTHONHOME" not in os.environ and os.environ.get("PROCESSES_PER_NODE") == ranks
 
@@ -58,13 +58,13 @@ ENVIRONMENTS = {  # what is done to a project with a .venv: the image's or .venv
     "true": "/.venv",
     "cp whole.sqsh mamba-train.sqsh": "/mamba-train.sqsh",
     "export IMAGE=whole.sqsh": "/whole.sqsh",
-    "export IMAGE=old.sqsh": "IMAGE=old.sqsh: there is no such file",
-    "echo PK > zip.sqsh; export IMAGE=zip.sqsh": "zip.sqsh is no squashfs image",
-    "export IMAGE=short.sqsh": "short.sqsh was cut short; copy it again",
-    "head -c 47 whole.sqsh > head.sqsh; export IMAGE=head.sqsh": "head.sqsh was cut short",
-    "rm -r .venv": "there is neither an image",
-    "rm .venv/.complete": "is incomplete; make it again: ./0.create_env.sh",
-    "rm .venv/bin/python": "there is no environment in",
+    "export IMAGE=old.sqsh": "IMAGE=old.sqsh: the file ",
+    "echo PK > zip.sqsh; export IMAGE=zip.sqsh": "zip.sqsh is not a squashfs image",
+    "export IMAGE=short.sqsh": "short.sqsh is truncated; copy it again",
+    "head -c 47 whole.sqsh > head.sqsh; export IMAGE=head.sqsh": "head.sqsh is truncated",
+    "rm -r .venv": "found neither an image",
+    "rm .venv/.complete": "is incomplete; create it again: ./0.create_env.sh",
+    "rm .venv/bin/python": "does not exist; create it: ./0.create_env.sh",
 }
 
 
@@ -76,7 +76,7 @@ def test_the_image_or_the_environment_that_trains(here, done):
     image = subprocess.check_output(shell, shell=True, cwd=here, text=True).strip()
     expected = ENVIRONMENTS[done]
     if not expected.startswith("/"):
-        with pytest.raises(Mistake, match=re.escape(expected)):
+        with pytest.raises(LaunchError, match=re.escape(expected)):
             host.choose_environment(image)
         return
     chosen = host.choose_environment(image)
@@ -86,6 +86,6 @@ def test_the_image_or_the_environment_that_trains(here, done):
 
 def test_an_environment_without_its_python_reads_no_settings(here):
     python = here / ".venv/bin/python"
-    assert host.python_for_settings() == str(python)
+    assert host.find_settings_python() == str(python)
     python.unlink()
-    assert host.python_for_settings() != str(python)
+    assert host.find_settings_python() != str(python)

@@ -71,14 +71,14 @@ def in_seconds(count):
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + count))
 
 
-BY_SLURM = ["ended at start by Slurm or by hand"]
+BY_SLURM = ["ended at start by Slurm or by a user"]
 ENDS = {  # what happens: (how, the job's exit code, its last lines)
     "all steps are done": (ranks({"status": "finished"}), 0, ["finished: {run}"]),
     "a rank fails once": (ranks(FAILED, {"status": "finished"}), 0, ["finished: {run}"]),
     "a node is lost": (
         ranks(FAILED, LOST="node2"),
         0,
-        [AGAIN, "error: lost node2", "waiting    until Slurm knows that node2", "requeued"],
+        [AGAIN, "error: lost node2", "waiting    until Slurm has marked node2 as down", "requeued"],
     ),
     "a launcher is killed twice": (
         ranks(KILLED),
@@ -141,7 +141,10 @@ def test_a_job_gives_up_after_so_many_starts_from_one_checkpoint(cluster, image,
 
 UNFIT = {  # nodes that start no container: (exit code, what is said of it)
     "node1": (0, "error: the container did not start on node1; see above"),
-    "node1 node2": (2, "error: the container started on no node; see above. If the image is"),
+    "node1 node2": (
+        2,
+        "error: the container did not start on any node; see above. If the image is",
+    ),
 }
 
 
@@ -208,17 +211,17 @@ def test_a_check_ends_before_the_training(cluster, launcher_project):
     done = run_program(*check, **cluster.environment)
     assert done.returncode == 0, done.stdout
     assert "node 1     node2: 0 GPUs, 0 EFA devices" in done.stdout
-    assert done.stdout.splitlines()[-1] == "fit to train"
+    assert done.stdout.splitlines()[-1] == "ready to train"
     (launcher_project / "get_dataset.py").write_text("raise SystemExit('TypeError: no')")
     done = run_program(*check, **cluster.environment, PREFLIGHT="0")
     last = done.stdout.splitlines()[-1]
     assert done.returncode == 1
-    assert last == "error: the tokenizer fails on node1: TypeError: no"
+    assert last == "error: the tokenizer failed on node1: TypeError: no"
     asked = (cluster.folder / "record").read_text()
     assert "mamba_fsdp.launch.node" not in asked and asked.count('"--nodelist=node1"') == 4
     assert not any((launcher_project / name).exists() for name in ("runs", "data"))
     done = run_program(*check, PATH=str(cluster.image))
-    assert done.returncode == 2 and "there is no salloc here" in done.stderr
+    assert done.returncode == 2 and "this machine has no salloc command" in done.stderr
 
 
 def test_tokenizing_with_nothing_but_the_image(cluster, image, launcher_project, tmp_path):
@@ -269,7 +272,7 @@ def test_a_slurm_that_runs_no_images_is_told_at_once(cluster, image):
         done, _, _ = cluster.submit(*words, script=script)
         assert done.returncode == 2, done.stdout
         (line,) = done.stdout.splitlines()
-        assert line.startswith("error: this Slurm runs no images"), line
+        assert line.startswith("error: this Slurm can't run images"), line
 
 
 # ------------------------------------------------------------------------------------------------ removals

@@ -151,7 +151,7 @@ def test_ctrl_c_twice_does_not_wait_for_the_checkpoint(launcher_project):
     wait_until(lambda: list(run.glob("starts/*/STOP")))
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
-    assert code == 130 and output.count("stopping   once the ranks, which") == 1
+    assert code == 130 and output.count("stopping   after the current step") == 1
     assert "Traceback" not in output and '"stopped"' not in (run / "status.json").read_text()
 
 
@@ -252,7 +252,7 @@ def test_ctrl_z_makes_the_ranks_stand_still_until_the_job_goes_on(launcher_proje
     wait_until(lambda: list(launcher_project.glob("runs/a/starts/*/STOP")))
     process.send_signal(signal.SIGHUP)
     code, output = finish(process)
-    assert code == 130 and output.count("stopping   once the ranks, which") == 1
+    assert code == 130 and output.count("stopping   after the current step") == 1
     assert "Traceback" not in output and "to resume from step_" in output
     assert_stopped(launcher_project, "SIGINT")
 
@@ -260,7 +260,7 @@ def test_ctrl_z_makes_the_ranks_stand_still_until_the_job_goes_on(launcher_proje
 NAMELESS = 'hostname no-such-name; exec "$@"'
 NETWORKS = {  # how it is made: what a refusal says
     ("unshare", "--uts", "--net", "bash", "-c", "ip link set lo up; " + NAMELESS, ""): "",
-    ("unshare", "--uts", "--net", "bash", "-c", NAMELESS, ""): "switch it on: ip link set lo up",
+    ("unshare", "--uts", "--net", "bash", "-c", NAMELESS, ""): "enable it: ip link set lo up",
 }
 
 

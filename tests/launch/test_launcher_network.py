@@ -83,4 +83,6 @@ def test_nccl_is_told_of_a_plugin_that_it_does_not_look_for(project, tmp_path, p
 
 def test_a_command_that_a_node_lacks_is_named(project):
     done = run_program(project / "1.train.sbatch", "no-such-command", MAMBA_TRAIN_NODE="1")
-    assert done.returncode == 2 and done.stderr.startswith("error: there is no no-such-command on ")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "error: found no command no-such-command on "
+    )

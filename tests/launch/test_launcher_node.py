@@ -12,11 +12,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.launch import node
-from mamba_fsdp.launch.decision import NODE_FAULT, Outcome
+from mamba_fsdp.launch.decision import EXIT_NODE_FAULT, TrainingOutcome
 from mamba_fsdp.launch.failures import Failure, first_failure
 from mamba_fsdp.launch.machine import (
     LOOPBACK,
-    interface_towards,
+    find_interface_to,
     node_name,
     processes_per_node,
     set_environment,
@@ -37,7 +37,7 @@ def test_a_node_that_never_meets_the_first_one_says_so(project, tmp_path):
     done = run_program(*launcher, *words, cwd=project)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1, done
-    assert "could not meet the other nodes, or has lost the first." in last
+    assert "could not join the rendezvous, or lost the connection to the first node." in last
     assert "Traceback" not in done.stderr, "torch prints lines of its own"
 
 
@@ -61,25 +61,25 @@ def test_what_an_earlier_start_has_left_is_forgotten(
     for left in ("a.json", names.OUTCOME, names.RESOLVED):
         (folder / left).write_text('{"of": "another version"}')
     monkeypatch.setenv("SLURM_NODEID", "1")
-    node.forget_earlier_start(folder)
+    node.remove_earlier_outcome(folder)
     assert len(list(folder.iterdir())) == 3
     monkeypatch.setenv("SLURM_NODEID", "0")
-    node.forget_earlier_start(folder)
+    node.remove_earlier_outcome(folder)
     assert capsys.readouterr().out == said
     assert [path.name for path in folder.glob("*")] == stays
 
 
 FIRST = "rank 3 on a failed first.\nError: no more\n"
-MEANWHILE = "error: not started again, since the file STOP asked the run to end, and a rank failed meanwhile\n"
+MEANWHILE = "error: not restarted: the file STOP requested the end of the run, but a rank failed before it had stopped\n"
 SUMMARY = "rank 3 on a: Error: no more"
 OUTCOMES = {  # the status, why, whether a rank failed and there is a file STOP: what is left; and without a job, the code
-    ("finished", "", False, False): (Outcome("finished"), 0),
-    ("stopped", "STOP file", False, True): (Outcome("stopped", stop_file=True), 0),
-    ("stopped", "enough of it", False, False): (Outcome("stopped", stop_file=True), 0),
-    ("stopped", "SIGTERM", False, False): (Outcome("stopped"), 143),
-    ("stopped", OTHER_RANK_REASON, False, False): (Outcome("stopped"), 143),
-    ("running", "", True, False): (Outcome("failed", 74, SUMMARY, False, FIRST, "a"), 74),
-    ("running", "", True, True): (Outcome("stopped", 74, SUMMARY, True, FIRST, "a"), 2),
+    ("finished", "", False, False): (TrainingOutcome("finished"), 0),
+    ("stopped", "STOP file", False, True): (TrainingOutcome("stopped", stop_file=True), 0),
+    ("stopped", "enough of it", False, False): (TrainingOutcome("stopped", stop_file=True), 0),
+    ("stopped", "SIGTERM", False, False): (TrainingOutcome("stopped"), 143),
+    ("stopped", OTHER_RANK_REASON, False, False): (TrainingOutcome("stopped"), 143),
+    ("running", "", True, False): (TrainingOutcome("failed", 74, SUMMARY, False, FIRST, "a"), 74),
+    ("running", "", True, True): (TrainingOutcome("stopped", 74, SUMMARY, True, FIRST, "a"), 2),
 }
 
 
@@ -93,7 +93,7 @@ def test_how_the_training_ended(tmp_path, capsys, found):
     if is_asked:
         (tmp_path / names.STOP).touch()
     failure = FAILURE if has_failed else None
-    seen = node.outcome_of(tmp_path, tmp_path / "starts/77.0", failure, has_own_words=False)
+    seen = node.build_outcome(tmp_path, tmp_path / "starts/77.0", failure, error_is_printed=False)
     assert seen == outcome
     assert node.print_outcome(outcome) == code
     assert capsys.readouterr().err == outcome.error + (MEANWHILE if code == 2 else "")
@@ -108,7 +108,7 @@ def test_a_run_that_is_finished_stays_so_if_a_rank_fails_while_it_exits(tmp_path
     settings.touch()
     write_status(tmp_path, "finished", 3)
     os.utime(settings, (0, 0) if is_of_this_start else None)
-    outcome = node.outcome_of(tmp_path, folder, FAILURE, has_own_words=False)
+    outcome = node.build_outcome(tmp_path, folder, FAILURE, error_is_printed=False)
     assert (outcome.status, outcome.code) == ("finished", 0 if is_of_this_start else 74)
 
 
@@ -116,21 +116,21 @@ def test_a_rank_has_said_itself_what_was_not_a_kill_and_a_stop_may_be_its_starts
     folder = tmp_path / "77.0"
     folder.mkdir()
     (folder / names.STOP).touch()
-    said = node.outcome_of(tmp_path, folder, FAILURE, has_own_words=True)
+    said = node.build_outcome(tmp_path, folder, FAILURE, error_is_printed=True)
     assert (said.status, said.stop_file, said.error) == ("stopped", False, "")
     killed = replace(FAILURE, was_killed=True)
-    assert node.outcome_of(tmp_path, folder, killed, has_own_words=True).error == FIRST
+    assert node.build_outcome(tmp_path, folder, killed, error_is_printed=True).error == FIRST
 
 
 def test_an_outcome_that_cannot_be_put_on_record_is_printed(tmp_path, capsys):
-    outcome = Outcome("failed", 74, error=FIRST)
+    outcome = TrainingOutcome("failed", 74, error=FIRST)
     assert node.publish_outcome(tmp_path, outcome, FAILURE) == 74
-    assert Outcome(**json.loads((tmp_path / names.OUTCOME).read_text())) == outcome
+    assert TrainingOutcome(**json.loads((tmp_path / names.OUTCOME).read_text())) == outcome
     nowhere = tmp_path / names.OUTCOME / "is a file"
-    said = f"error: {nowhere}/{names.OUTCOME} can't be written\n"
+    said = f"error: can't write {nowhere}/{names.OUTCOME}\n"
     assert node.publish_outcome(nowhere, outcome, FAILURE) == 74
     assert capsys.readouterr().err == said + FIRST
-    assert node.publish_outcome(nowhere, Outcome("finished"), None) == 74, "the others wait"
+    assert node.publish_outcome(nowhere, TrainingOutcome("finished"), None) == 74, "the others wait"
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_ranks_of_a_node(monkeypatch, given, ranks):
 
 
 def test_the_interface_is_that_of_the_first_host_to_which_one_leads():
-    assert interface_towards(["no.such.host.invalid", LOOPBACK]) == "lo"
-    assert interface_towards(["127.0.0.2"]) == ""
+    assert find_interface_to(["no.such.host.invalid", LOOPBACK]) == "lo"
+    assert find_interface_to(["127.0.0.2"]) == ""
 
 
 CODES = {0: 0, 1: 129, 2: 2, 74: 129, 137: 137, 143: 143}  # with RESTART_EXIT_CODE=129
@@ -170,7 +170,7 @@ def test_an_accident_of_the_launcher_itself_is_told_in_a_line(monkeypatch, capsy
     assert capsys.readouterr().err.endswith(" failed: ZeroDivisionError: division by zero\n")
     monkeypatch.setenv("RESTART_EXIT_CODE", "256")
     assert node.start(["run"]) == 2
-    assert capsys.readouterr().err.endswith("_CODE=256: expected 1 to 255\n")
+    assert capsys.readouterr().err.endswith("_CODE=256: expected an integer from 1 to 255\n")
 
 
 def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
@@ -178,14 +178,14 @@ def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
     killed = replace(FAILURE, rank=5, time=4.0, was_killed=True)
     misses_others = replace(FAILURE, rank=None, time=1.0)  # by a clock that is behind, say
     for failure in (later, FAILURE, misses_others):
-        node.leave(tmp_path / f"{failure.rank}.json", asdict(failure))
+        node.write_shared_json(tmp_path / f"{failure.rank}.json", asdict(failure))
     (tmp_path / "gone.json").symlink_to("nowhere")  # removed since it was listed
     (tmp_path / "other.json").write_text('{"of": "another version"}')
     assert first_failure(tmp_path) == FAILURE
-    node.leave(tmp_path / "5.json", asdict(killed))
+    node.write_shared_json(tmp_path / "5.json", asdict(killed))
     assert first_failure(tmp_path) == killed
-    sick = replace(FAILURE, rank=6, time=5.0, exit_code=NODE_FAULT)  # the others end with it
-    node.leave(tmp_path / "6.json", asdict(sick))
+    sick = replace(FAILURE, rank=6, time=5.0, exit_code=EXIT_NODE_FAULT)  # the others end with it
+    node.write_shared_json(tmp_path / "6.json", asdict(sick))
     assert first_failure(tmp_path) == sick
 
 
@@ -194,7 +194,7 @@ def test_a_rank_that_is_killed_after_its_error_has_failed_by_itself(tmp_path, mo
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
     write_torchrun_error(UserError("a mistake"))
     killed = ProcessFailure(0, 1, -signal.SIGKILL, str(tmp_path / "error"))
-    failure = Failure.of_rank(3, killed)
+    failure = Failure.from_rank(3, killed)
     assert (failure.exit_code, failure.was_killed) == (2, False)
     assert failure.reason == "error: a mistake"
 
@@ -206,7 +206,7 @@ def test_a_traceback_is_summarised_by_its_exception(tmp_path, monkeypatch):
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with ...")
     except RuntimeError as error:
         write_torchrun_error(error)
-    failure = Failure.of_rank(3, ProcessFailure(0, 1, 1, str(tmp_path / "error")))
+    failure = Failure.from_rank(3, ProcessFailure(0, 1, 1, str(tmp_path / "error")))
     expected = (
         "It exited with code 1: RuntimeError: CUDA error: uncorrectable ECC error encountered"
     )

@@ -113,7 +113,7 @@ def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, 
     assert "fsdp on 2 x cpu" in said and "restarts   the ranks" not in said, said
     first, reason, last = said.splitlines()[-3:]
     assert first.startswith("rank 0 on ") and first.endswith(" failed first.")
-    assert "killed by SIGKILL. The usual reason is that the node ran out of memory" in reason
+    assert "killed by SIGKILL. The most likely cause is that the node ran out of memory" in reason
     assert last.startswith("to resume from step_")
     assert [event["event"] for event in records.read_events(project / "run")].count("started") == 1
     assert "exited without a status" in (project / "run/status.json").read_text()

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from mamba_fsdp.launch import node_watch
-from mamba_fsdp.launch.nodes import Batch, NodePool, can_share
-from mamba_fsdp.launch.starts import Starts
+from mamba_fsdp.launch.nodes import Batch, NodePool, can_divide_batch
+from mamba_fsdp.launch.starts import RankRestarts
 from mamba_fsdp.run.names import NODES
 from mamba_fsdp.run.node_record import add_record, read_records, sick_nodes
 from tests.launch.test_decision import CRASHED, ended
@@ -52,12 +52,12 @@ def test_which_nodes_train(case):
 def test_the_global_batch_is_shared_by_the_largest_number_of_nodes_that_can(batch, left, count):
     pool = NodePool(NODES_OF_JOB, 0, 1)
     pool.left_out = {node: "lost" for node in NODES_OF_JOB if node not in left}
-    assert len(pool.choose(lambda nodes: can_share(batch, 4, 2, nodes))) == count
+    assert len(pool.choose(lambda nodes: can_divide_batch(batch, 4, 2, nodes))) == count
 
 
 def test_a_node_whose_rank_fails_first_twice_from_one_checkpoint_is_sick():
     outcomes = [CRASHED._replace(node="n2")] * 2
-    starts = Starts(lambda: 1, lambda code: ended(outcome=outcomes.pop()))
+    starts = RankRestarts(lambda: 1, lambda code: ended(outcome=outcomes.pop()))
     starts.run()
     assert not outcomes and starts.is_sick("n2") and not starts.is_sick("n1")
 
@@ -74,11 +74,11 @@ class Guard:
 @pytest.fixture
 def watch(monkeypatch):
     """A NodeWatch of two nodes; reachable: those that answer; losses: those that it has reported."""
-    monkeypatch.setattr(node_watch, "SECONDS_BETWEEN_ATTEMPTS", 0.05)
+    monkeypatch.setattr(node_watch, "RECHECK_SECONDS", 0.05)
     watch = node_watch.NodeWatch(["n1", "n2"], lambda node: watch.losses.append(node))
     watch.losses = []
     watch.reachable = True
-    monkeypatch.setattr(node_watch, "answers", lambda node, port: watch.reachable)
+    monkeypatch.setattr(node_watch, "is_reachable", lambda node, port: watch.reachable)
     watch.start()
     yield watch
     watch.stop()
@@ -88,7 +88,7 @@ def test_a_guard_that_ends_is_no_loss_until_its_node_no_longer_answers(watch):
     guards = [Guard(watch, node) for node in ("n1", "n2")]
     guards[1].socket.close()
     time.sleep(0.3)
-    watch.settle()
+    watch.wait_for_confirmations()
     assert watch.losses == []
     watch.reachable = False
     wait_until(lambda: watch.losses)

@@ -68,12 +68,12 @@ def test_a_host_without_python_is_told_so(project, tmp_path, script, beside):
     done = run_program(copy / script, PATH=str(tmp_path))
     assert done.returncode == 2
     assert done.stderr == (
-        "error: a job needs Python 3.6 or newer, and there is no python3 in PATH; module load python, say\n"
+        "error: a job needs Python 3.6 or newer, but PATH has no python3; load it first, for example: module load python\n"
     )
 
 
 def test_an_old_python_is_told_so(project, monkeypatch):
     script = "import runpy, sys; sys.version_info = (3, 5, 2); runpy.run_path(sys.argv[1], run_name='__main__')"
     done = run_program(sys.executable, "-c", script, project / ENTRIES[0])
-    assert done.returncode == 2 and "and a job needs 3.6 or newer" in done.stderr
+    assert done.returncode == 2 and "but a job needs 3.6 or newer" in done.stderr
     assert len(done.stderr.splitlines()) == 1

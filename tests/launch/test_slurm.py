@@ -6,7 +6,7 @@ import time
 import pytest
 
 from mamba_fsdp.launch import slurm
-from mamba_fsdp.launch.host import Mistake
+from mamba_fsdp.launch.host import LaunchError
 from tests.support.processes import write_program
 
 JOB = slurm.Job("77", "70_3", 2, ["node1", "node2"])
@@ -39,17 +39,17 @@ cat {command}.$number
 def test_a_heterogeneous_job_is_refused(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_HET_SIZE", "2")
-    with pytest.raises(Mistake, match="heterogeneous job"):
+    with pytest.raises(LaunchError, match="heterogeneous job"):
         slurm.this_job()
 
 
 def test_a_step_asks_for_all_gpus_of_the_nodes_that_it_names(monkeypatch, tmp_path):
     """On HyperPod, Slurm starts the step again itself. steps.yaml contains the other arguments."""
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
-    assert slurm.on_nodes(JOB.nodes)[-1] == "--label"
+    assert slurm.srun_on_nodes(JOB.nodes)[-1] == "--label"
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     monkeypatch.setattr(slurm, "HYPERPOD_FOLDER", str(tmp_path))
-    assert slurm.on_nodes(JOB.nodes)[-2:] == ["--gpus-per-node=8", "--auto-resume=1"]
+    assert slurm.srun_on_nodes(JOB.nodes)[-2:] == ["--gpus-per-node=8", "--auto-resume=1"]
 
 
 def test_options_of_the_shell_do_not_reach_slurms_commands(monkeypatch):
@@ -69,7 +69,7 @@ def test_options_of_the_shell_do_not_reach_slurms_commands(monkeypatch):
     ]
     for name in options + facts:
         monkeypatch.setenv(name, "7")
-    slurm.ignore_options_of_the_shell()
+    slurm.clear_option_variables()
     assert not os.environ.keys() & set(options)
     assert os.environ.keys() >= set(facts)
 
@@ -77,7 +77,7 @@ def test_options_of_the_shell_do_not_reach_slurms_commands(monkeypatch):
 def test_a_job_id_that_is_left_over_in_a_shell_is_refused(monkeypatch, says):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-    with pytest.raises(Mistake, match="unset SLURM_JOB_ID"):
+    with pytest.raises(LaunchError, match="unset SLURM_JOB_ID"):
         slurm.this_job()
 
 
@@ -113,7 +113,7 @@ def test_a_job_is_queued_again_once(says, state, answers, is_queued, tries):
     """A busy controller may take it later; what Slurm has queued itself is left alone."""
     says("squeue", state)
     says("scontrol", *answers)
-    assert slurm.queue_again(JOB) == is_queued
+    assert slurm.requeue_job(JOB) == is_queued
     if tries:
         assert says.asked("scontrol") == ["requeue 70_3"] * tries
 
@@ -130,7 +130,7 @@ def test_the_next_start_does_not_get_a_lost_node_if_there_are_others(says, liste
     says("squeue", "RUNNING")
     says("sinfo", listed)
     says("scontrol", "", "   ReqNodeList=(null) ExcNodeList=node9\n", "node9\n")
-    assert slurm.queue_again(JOB, ["node2"])
+    assert slurm.requeue_job(JOB, ["node2"])
     assert says.asked("scontrol")[-1] == expected
 
 
@@ -157,6 +157,6 @@ NODE = "   RealMemory=8000 AllocMem=0\n"
 )
 def test_a_job_with_little_of_its_nodes_memory_is_warned(says, capfd, config, given, gives):
     says("scontrol", config, f"   TRES=cpu=8,{given},node=2\n", NODE)
-    slurm.warn_of_little_memory(JOB)
-    said = f"warning: Slurm gives this job {gives} MB of the 8,000 that node1 has; sbatch --mem=0 takes all\n"
+    slurm.warn_if_memory_is_limited(JOB)
+    said = f"warning: Slurm gives this job {gives} MB of the 8,000 that node1 has; use sbatch --mem=0 for all of it\n"
     assert capfd.readouterr().out == (said if gives else "")

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from mamba_fsdp.launch.start_folder import StartFolder, name_here
+from mamba_fsdp.launch.start_folder import StartFolder, local_start_name
 
 
 def test_nothing_stays_of_starts_that_were_killed(tmp_path, monkeypatch):
@@ -10,7 +10,7 @@ def test_nothing_stays_of_starts_that_were_killed(tmp_path, monkeypatch):
     monkeypatch.setenv("MAMBA_FSDP_OLD_STOP", "")
     ended = subprocess.Popen(["true"])
     ended.wait()
-    here = name_here()
+    here = local_start_name()
     machine, _, _ = here.rpartition("_")
     killed = f"{machine}_{ended.pid}"
     elsewhere = f"here_0_0_{ended.pid}"

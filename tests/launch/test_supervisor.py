@@ -8,7 +8,12 @@ import time
 
 import pytest
 
-from mamba_fsdp.launch.supervisor import StopAsked, Supervisor, TooLate, written_until
+from mamba_fsdp.launch.supervisor import (
+    DeadlineExceeded,
+    StopRequested,
+    Supervisor,
+    stop_file_writer,
+)
 from tests.support.processes import wait_until
 
 SLEEPS = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(600)"]
@@ -27,7 +32,7 @@ def supervisor():
     before = {number: signal.getsignal(number) for number in numbers}
     supervisor = Supervisor()
     supervisor.listen(
-        {signal.SIGUSR1: supervisor.ask_to_stop, signal.SIGALRM: supervisor.give_up_waiting}
+        {signal.SIGUSR1: supervisor.request_stop, signal.SIGALRM: supervisor.on_deadline}
     )
     yield supervisor
     for number, handler in before.items():
@@ -44,14 +49,14 @@ def test_an_exit_code_is_the_shells(supervisor, command, code):
 
 def test_a_request_ends_a_command_that_is_no_training_at_once(supervisor):
     """And no other begins."""
-    with pytest.raises(StopAsked):
+    with pytest.raises(StopRequested):
         supervisor.run(tells_parent(signal.SIGUSR1, "import time; time.sleep(600)"))
-    assert supervisor.asked == "USR1" and supervisor.last_code == 143
-    with pytest.raises(StopAsked):
-        supervisor.output_of(["true"])
+    assert supervisor.stop_signal == "USR1" and supervisor.last_code == 143
+    with pytest.raises(StopRequested):
+        supervisor.run_for_output(["true"])
 
 
-@pytest.mark.parametrize("method", ["run", "output_of"])
+@pytest.mark.parametrize("method", ["run", "run_for_output"])
 def test_a_signal_that_does_not_interrupt_the_wait_is_heeded(supervisor, method):
     """As one that comes just before the system call that waits: here another thread takes it."""
 
@@ -62,14 +67,14 @@ def test_a_signal_that_does_not_interrupt_the_wait_is_heeded(supervisor, method)
 
     thread = threading.Thread(target=take_signal)
     thread.start()
-    with pytest.raises(StopAsked):
+    with pytest.raises(StopRequested):
         getattr(supervisor, method)(SLEEPS)
     thread.join()
 
 
 def test_a_request_while_nothing_runs_is_not_lost(supervisor):
     os.kill(os.getpid(), signal.SIGUSR1)
-    with pytest.raises(StopAsked):
+    with pytest.raises(StopRequested):
         supervisor.run(["true"])
     asked = []
     assert supervisor.run_training(["true"], lambda: asked.append(1)) == 0
@@ -81,30 +86,30 @@ def test_a_training_ends_in_its_own_time(supervisor, tmp_path):
     file = tmp_path / "STOP"
     wait = f"import os, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.02)"
     wait += "\nos.kill(os.getppid(), signal.SIGUSR1); time.sleep(0.2); sys.exit(5)"
-    with written_until(str(file), lambda: "SIGUSR1\n") as ask:
+    with stop_file_writer(str(file), lambda: "SIGUSR1\n") as ask:
         assert supervisor.run_training(tells_parent(signal.SIGUSR1, wait), ask) == 5
         assert file.read_text() == "SIGUSR1\n"
     assert not list(tmp_path.iterdir()), "the next start would take it for its own"
 
 
 def test_a_request_is_written_once_the_storage_lets_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("mamba_fsdp.launch.supervisor.SECONDS_BETWEEN_TRIES", 0.05)
+    monkeypatch.setattr("mamba_fsdp.launch.supervisor.RETRY_SECONDS", 0.05)
     file = tmp_path / "not yet" / "STOP"
-    with written_until(str(file), lambda: "SIGTERM\n") as ask:
+    with stop_file_writer(str(file), lambda: "SIGTERM\n") as ask:
         ask()
         time.sleep(0.2)
         file.parent.mkdir()
         wait_until(file.exists)
 
 
-@pytest.mark.parametrize("method, ask", [("run_training", [print]), ("output_of", [])])
+@pytest.mark.parametrize("method, ask", [("run_training", [print]), ("run_for_output", [])])
 def test_what_does_not_end_is_not_waited_for(supervisor, method, ask):
     """Neither is a command that only prints: it may cost the job its place in the queue."""
     signal.setitimer(signal.ITIMER_REAL, 0.3)
-    with pytest.raises(TooLate):
+    with pytest.raises(DeadlineExceeded):
         getattr(supervisor, method)(SLEEPS, *ask)
 
 
 def test_no_signal_of_the_terminal_reaches_a_command(supervisor):
-    session = supervisor.output_of([sys.executable, "-c", "import os; print(os.getsid(0))"])
+    session = supervisor.run_for_output([sys.executable, "-c", "import os; print(os.getsid(0))"])
     assert int(session) == supervisor.last_pid != os.getsid(0)

@@ -3,7 +3,7 @@
 import pytest
 
 from mamba_fsdp.launch import tokenize_job
-from mamba_fsdp.launch.host import Mistake
+from mamba_fsdp.launch.host import LaunchError
 
 ARRAYS = {  # --array: (the first number, the last, how many, what is between them, {a task's number: its part})
     "0-2": ((0, 2, 3, 1), {0: "0/3", 2: "2/3"}),
@@ -23,14 +23,14 @@ def test_each_task_of_an_array_has_a_part_of_its_own(monkeypatch, array):
     shape, parts = ARRAYS[array]
     for own, part in parts.items():
         describe(monkeypatch, *shape, own)
-        assert tokenize_job.own_part() == part
+        assert tokenize_job.array_part() == part
 
 
 def test_a_list_of_numbers_is_refused(monkeypatch):
     """--array=5,9: Slurm tells no task what the list holds, and calls what is between its numbers 1."""
     describe(monkeypatch, 5, 9, 2, 1, 9)
-    with pytest.raises(Mistake, match="submit --array=0-1, or for one part of N"):
-        tokenize_job.own_part()
+    with pytest.raises(LaunchError, match="submit --array=0-1, or a single part"):
+        tokenize_job.array_part()
 
 
 @pytest.mark.parametrize(
@@ -53,5 +53,5 @@ def test_what_the_words_name_or_match_is_mounted_and_where_links_in_it_lead(
     (tmp_path / "texts/of/others.txt").symlink_to(tmp_path / "disk/others.txt")
     (tmp_path / "texts/venv/python3").symlink_to("/usr/bin/env")
     monkeypatch.chdir(tmp_path)
-    found = tokenize_job.folders_of(words.split())
+    found = tokenize_job.folders_to_mount(words.split())
     assert set(found) == {str(tmp_path / name) for name in folders.split()}

@@ -71,7 +71,7 @@ def test_a_cluster_without_an_image_is_checked_and_trains(here, tmp_path):
     cluster = make_cluster(tmp_path / "cluster", here)
     said = run_script(script_of(first, here), here, cluster)
     assert said.startswith(".venv is complete: stack cpu\n")
-    assert "\nfit to train\n" in said
+    assert "\nready to train\n" in said
     assert (here / "data/builtin/train/index.json").exists()
     script = script_of(larger, here).replace("mamba-2.8b", "mamba-130m")
     run_script(script, here, cluster)
@@ -89,7 +89,7 @@ def test_a_cluster_with_the_image_is_checked_makes_tokens_and_trains(here, tmp_p
     (here / "mamba-train.sqsh").write_bytes(SQUASHFS)
     cluster = make_cluster(tmp_path / "cluster", here)
     said = run_script(script_of(submit, here), here, cluster)
-    assert said.startswith("Train") and "\nfit to train\n" in said
+    assert said.startswith("Train") and "\nready to train\n" in said
     made = (fsx / "data/mine/asked").read_text()
     assert made == f"{fsx}/texts/*.jsonl {fsx}/data/mine"
     assert trainings(cluster) == [

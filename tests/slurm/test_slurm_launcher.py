@@ -120,7 +120,7 @@ def test_a_node_that_went_is_named_and_no_survivor_blamed(cluster, project):
     (run / "fail").touch()
     cluster.wait_until(lambda: "queued again" in log(project, job), "the job gives way")
     text = log(project, job)
-    assert "lost       node2: it has not answered" in text and "error: lost node2\n" in text
+    assert "lost       node2: it has not responded" in text and "error: lost node2\n" in text
     assert "failed first" not in text
     cluster.wait_until(lambda: cluster.restarts(job) == 1, "it is queued again")
 

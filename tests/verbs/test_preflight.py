@@ -41,9 +41,9 @@ def report(folder, tmp_path, monkeypatch):
     def report_as(node, gpus=0, efa=0, shown=None, **given):
         shown = gpus if shown is None else shown
         monkeypatch.setenv("SLURMD_NODENAME", node)
-        monkeypatch.setattr(checks, "efa_devices", lambda: efa)
-        monkeypatch.setattr(machine, "assigned_gpus", lambda: gpus)
-        monkeypatch.setattr(machine, "driver_gpus", lambda: [GPU] * shown)
+        monkeypatch.setattr(checks, "count_efa_devices", lambda: efa)
+        monkeypatch.setattr(machine, "count_assigned_gpus", lambda: gpus)
+        monkeypatch.setattr(machine, "list_driver_gpus", lambda: [GPU] * shown)
         usual = {"save_ckpt_path": folder.parent, "dataset_path": tmp_path / "store"}
         file = folder.parent / ".settings"
         file.write_text(json.dumps(as_json_object(resolved(**{**usual, **given}))))
@@ -66,7 +66,7 @@ def judge(folder, capsys):
 
 def test_equal_nodes_are_fit(report, judge, monkeypatch):
     """But that EFA devices need NCCL's plugin."""
-    monkeypatch.setattr(machine, "efa_plugin", lambda: None)
+    monkeypatch.setattr(machine, "find_efa_library", lambda: None)
     for node in ("a", "b"):
         report(node, gpus=8, efa=32)
     lines = [
@@ -75,15 +75,17 @@ def test_equal_nodes_are_fit(report, judge, monkeypatch):
     ]
     code, said, warnings = judge("a", "b")
     assert (code, said) == (0, "".join(lines))
-    assert warnings.startswith("warning: a: EFA devices, but no libnccl-net.so")
+    assert warnings.startswith(
+        "warning: a: there are EFA devices, but NCCL finds no libnccl-net.so"
+    )
 
 
 LACKING = {  # what is said of a second node: what it has
     "error: b: no answer": None,
     "error: b: it has 4 GPUs": {"gpus": 4, "efa": 4},
     "error: b: it has 3 EFA": {"gpus": 8, "efa": 3},
-    "error: b: Slurm assigned 8 GPUs, but the driver shows 7; look at `nvidia-smi` there and take the node "
-    "out: scontrol update nodename=b state=drain reason=gpu": {"gpus": 8, "efa": 4, "shown": 7},
+    "error: b: Slurm assigned 8 GPUs, but the driver shows 7; run `nvidia-smi` on the node, and drain "
+    "it: scontrol update nodename=b state=drain reason=gpu": {"gpus": 8, "efa": 4, "shown": 7},
 }
 
 
