@@ -1,4 +1,4 @@
-"""What a container of Pyxis sees: which folders are mounted, under which names, and what none can have."""
+"""The mounts of a container: which folders are mounted, and which can't be."""
 
 import os
 import re
@@ -14,9 +14,11 @@ from tests.support.pyxis import OLDEST_PYXIS, PYXIS_OPTIONS, mounted
 
 @pytest.fixture
 def options(tmp_path, monkeypatch):
-    """options(*paths) -> srun's options for a container in which they are wanted. The project lies in tmp_path."""
+    """options(*paths) -> srun's options for a container in which the paths are mounted. The project
+    is in tmp_path.
+    """
     monkeypatch.setattr(containers, "PROJECT", f"{tmp_path}/the project")
-    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "")  # it comes back
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "")  # monkeypatch restores it after the test
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     (tmp_path / "the project").mkdir()
 
@@ -30,7 +32,7 @@ def options(tmp_path, monkeypatch):
 
 @pytest.fixture
 def disk(tmp_path):
-    """A folder that lies in no mount of the project."""
+    """A folder that no mount of the project contains."""
     folder = tmp_path.with_name(f"{tmp_path.name}-disk")
     folder.mkdir()
     return folder
@@ -52,13 +54,13 @@ def test_the_project_is_mounted_once_and_no_image_needs_nothing(options, tmp_pat
 def test_a_name_that_no_mount_can_have_is_covered_by_the_folder_above(
     options, disk, tmp_path, name
 ):
-    """Pyxis 0.24 writes a space as \\040 by itself, 0.20 does not and a shell reads it; a comma ends a mount."""
+    """Pyxis 0.24 escapes spaces as \\040, but 0.20 does not, and a comma separates mounts."""
     (disk / name / "store").mkdir(parents=True)
     assert mounted(options(disk / name / "store")) == [str(tmp_path), str(disk)]
 
 
 def test_links_to_many_folders_need_a_name_for_all(options, disk, tmp_path, monkeypatch):
-    """One word of a command holds all mounts, and Linux bounds its length. What lies in a mount needs none of its own."""
+    """All mounts are one command-line argument, whose length Linux limits. Folders inside a mount need no own mount."""
     monkeypatch.setattr(containers, "MAX_MOUNT_LIST_CHARS", 500)
     for number in range(10):
         (disk / f"at/{number}").mkdir(parents=True)
@@ -71,7 +73,7 @@ def test_links_to_many_folders_need_a_name_for_all(options, disk, tmp_path, monk
 def test_links_are_followed_to_their_end_and_hide_nothing_of_the_images(
     options, disk, tmp_path, capfd
 ):
-    """Also a chain of links, one that leads back, and the links of a named link's folder."""
+    """This includes chains of links, a link to its own folder, and links in the target of a link."""
     for name in ("real", "files", "hop", "end"):
         (disk / name).mkdir()
     (disk / "end/x.txt").touch()
@@ -106,14 +108,14 @@ def test_a_folder_of_the_image_is_refused(path, folder):
 
 
 def test_a_file_and_what_lies_beside_the_images_folders_can_be_mounted():
-    """Of /opt only what AWS keeps there is the image's."""
+    """The image owns only the folder of AWS in /opt, so other folders there can be mounted."""
     assert find_mount("/usr/bin/env") == "/usr/bin/env"
     assert is_protected("/opt/amazon/efa") and is_protected("/proc/self")
     assert not is_protected("/opt/mine") and not is_protected("/user/me")
 
 
 def test_without_gpus_nvidias_driver_is_not_asked_for(options, monkeypatch):
-    """The image's own variables ask for it, and Enroot fails on a node without NVIDIA's tools."""
+    """The variables of the image request the driver, and Enroot fails on a node without NVIDIA's tools."""
     has_driver = Path("/proc/driver/nvidia").exists()
     assert ("--container-env=NVIDIA_VISIBLE_DEVICES" in options()) != has_driver
     assert has_driver or os.environ["NVIDIA_VISIBLE_DEVICES"] == "void"

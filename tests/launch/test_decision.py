@@ -1,4 +1,4 @@
-"""What becomes of a job: what happened, where, and when, against what it does then."""
+"""The decision about a job, for each state in which its training can end."""
 
 import pytest
 
@@ -32,7 +32,9 @@ NO_PROGRESS = {"newest_before": "step_00000005", "restarts": 3}
 
 
 def ended(code=0, outcome=NOTHING_LEFT, **known):
-    """An Ending: srun's exit code counts unless the launchers have left an outcome, as slurm_training.py has it."""
+    """Returns a JobState. An outcome, if the launchers have written one, overrides srun's exit
+    code, as in slurm_training.py.
+    """
     return USUAL._replace(code=outcome.code if outcome.status else code, outcome=outcome, **known)
 
 
@@ -144,6 +146,6 @@ IN_PLACE = {  # what happened: (the ending, from where ranks started again last,
 
 @pytest.mark.parametrize("happened", IN_PLACE)
 def test_when_ranks_start_again_in_place(happened):
-    """Once for each new checkpoint."""
+    """Ranks are restarted once for each new checkpoint."""
     ending, restarted_from, expected = IN_PLACE[happened]
     assert should_restart_ranks(ending, restarted_from) == expected

@@ -1,4 +1,4 @@
-"""The doctor says that an environment is whole only when it is."""
+"""The doctor reports a problem for each kind of incomplete environment."""
 
 import ctypes
 import sys

@@ -1,4 +1,4 @@
-"""A dry run says what would be trained, however it is asked for, and leaves nothing anywhere."""
+"""A dry run describes the training and leaves no files, in each way to request it."""
 
 import pytest
 
@@ -13,7 +13,7 @@ SAID_LAST = "\ndry run: nothing was trained\n"
 
 @pytest.fixture
 def project(tmp_path):
-    """A project with the real training program, data, and a run that is under way."""
+    """A project with the real training program, data, and a run in progress."""
     project = projects.make_project(tmp_path / "the project", training=None)
     projects.make_venv(project)
     write_store(project / "store", [range(1, 60)] * 99, vocab_size=64, eos=0, tokenizer="none")
@@ -23,7 +23,7 @@ def project(tmp_path):
 
 
 def listing(project):
-    """What lies in the project's folder and beside it, but for Python's bytecode."""
+    """Returns the files of the project folder and of its parent with their times, without bytecode."""
     found = {}
     for path in project.parent.rglob("*"):
         if "__pycache__" not in path.parts and ".venv" not in path.parts:
@@ -61,7 +61,7 @@ def test_it_leaves_all_as_it_was_and_counts_the_ranks_to_come(project, called, d
 
 @pytest.mark.slow
 def test_in_a_job_it_starts_no_launcher_and_makes_nothing(project, tmp_path_factory):
-    """Inside the image it counts the ranks of all nodes."""
+    """In a job with an image, the description is for the ranks of all nodes."""
     (project / "mamba-train.sqsh").write_bytes(SQUASHFS)
     cluster = make_cluster(tmp_path_factory.mktemp("cluster"), project)
     before = listing(project)

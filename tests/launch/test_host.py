@@ -1,4 +1,4 @@
-"""What a job finds on the host before anything runs: variables, the image or .venv, and a Python for settings."""
+"""The launcher's checks on the host: variables, the image or .venv, and a Python for the settings."""
 
 import os
 import re
@@ -49,7 +49,7 @@ def test_a_jobs_python_sees_this_project_and_no_other_packages(monkeypatch, give
 
 @pytest.fixture
 def here(launcher_project, monkeypatch):
-    """The project, as which the host's functions see it."""
+    """A project that the functions of host.py regard as their own."""
     monkeypatch.setattr(host, "PROJECT", str(launcher_project))
     return launcher_project
 

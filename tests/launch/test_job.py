@@ -1,5 +1,8 @@
-"""1.train.sbatch and 2.tokenize.sbatch in a job, on stand-ins of Slurm, Pyxis and Enroot: what these are asked for, and
-how the job ends. When it ends how is decided in test_decision.py; tests/slurm shows it on a real Slurm."""
+"""1.train.sbatch and 2.tokenize.sbatch in a job, with stand-ins for Slurm, Pyxis and Enroot.
+
+These tests check the arguments of the stand-ins and how the job ends. test_decision.py tests the
+decision itself, and tests/slurm runs jobs on a real Slurm.
+"""
 
 import json
 import os
@@ -23,13 +26,13 @@ RUN = ["--save_ckpt_path=runs/a", "--use_dummy_dataset=true", "--num_steps=3"]
 
 @pytest.fixture
 def cluster(launcher_project, tmp_path):
-    """Two nodes; the project lies in a folder with a space in its name."""
+    """A cluster of two nodes. The project folder has a space in its name."""
     return make_cluster(tmp_path / "cluster", launcher_project)
 
 
 @pytest.fixture
 def image(launcher_project):
-    """The image beside the script, in which its jobs run."""
+    """The default image in the project folder, in which jobs then run."""
     (launcher_project / "mamba-train.sqsh").write_bytes(SQUASHFS)
 
 
@@ -37,10 +40,10 @@ STEPS = yaml.safe_load(Path(__file__).with_name("steps.yaml").read_text())
 
 
 def in_words(asked, places):
-    """The steps that a job has asked srun for, in no order, with names for its places."""
+    """Returns the steps that a job has started with srun, sorted, with `places` replaced by names."""
     lines = []
     for words in asked:
-        # A machine with a driver of NVIDIA's needs no word about it.
+        # This option is absent on a machine with the NVIDIA driver.
         line = " ".join(word for word in words if not word.startswith("--container-env="))
         for name, place in places.items():
             line = line.replace(str(place), name)
@@ -58,12 +61,12 @@ TRAINING = "launch.node"
 
 
 def ranks(*outcomes, **more):
-    """The environment of a job whose trainings end so, one after the other."""
+    """Returns the environment of a job whose trainings end with these outcomes, one after the other."""
     return {"OUTCOMES": json.dumps(outcomes), **more}
 
 
 def told(signal, at, state="RUNNING", **more):
-    """The environment of a job that a signal reaches at this command."""
+    """Returns the environment of a job that receives a signal during the command `at`."""
     return {"SIGNAL": signal, "AT": at, "JOB_STATE": state, **more}
 
 
@@ -72,7 +75,7 @@ def in_seconds(count):
 
 
 BY_SLURM = ["ended at start by Slurm or by a user"]
-ENDS = {  # what happens: (how, the job's exit code, its last lines)
+ENDS = {  # event: (environment that causes it, exit code of the job, its last lines)
     "all steps are done": (ranks({"status": "finished"}), 0, ["finished: {run}"]),
     "a rank fails once": (ranks(FAILED, {"status": "finished"}), 0, ["finished: {run}"]),
     "a node is lost": (
@@ -101,7 +104,9 @@ ENDS = {  # what happens: (how, the job's exit code, its last lines)
 
 @pytest.mark.parametrize("happens", ENDS)
 def test_how_a_job_ends(cluster, image, launcher_project, happens):
-    """Nothing of it stays in the run folder; what the next start has to know does, and no longer."""
+    """Files of the start are removed from the run folder. The restart count is kept only for a next
+    start.
+    """
     how, code, last = ENDS[happens]
     (launcher_project / "logs/restarts_12").touch()  # of a job that was killed
     done, _, _ = cluster.submit(*RUN, **{"PREFLIGHT": "0", **how})
@@ -119,7 +124,9 @@ def test_how_a_job_ends(cluster, image, launcher_project, happens):
 
 
 def test_a_training_that_does_not_stop_in_time_is_queued_again_before_the_limit(cluster, image):
-    """A job that runs into its limit is over for Slurm; resuming from an older checkpoint is better."""
+    """Slurm would not restart a job that reaches its limit, so it is better to resume from an older
+    checkpoint.
+    """
     told_late = told("USR1", TRAINING, OUTCOMES="[]", END_TIME=in_seconds(47))
     done, _, _ = cluster.submit(*RUN, PREFLIGHT="0", **told_late)
     assert done.returncode == 0 and "45 s before the time limit" in done.stdout, done.stdout
@@ -127,7 +134,7 @@ def test_a_training_that_does_not_stop_in_time_is_queued_again_before_the_limit(
 
 
 def test_a_job_gives_up_after_so_many_starts_from_one_checkpoint(cluster, image, launcher_project):
-    """A start from a newer checkpoint is the first again."""
+    """The count begins again with a newer checkpoint."""
     ends = []
     for restart in range(3):
         if restart == 1:
@@ -139,7 +146,7 @@ def test_a_job_gives_up_after_so_many_starts_from_one_checkpoint(cluster, image,
     assert "error: gave up after 1 restarts without a checkpoint newer than step_0" in done.stdout
 
 
-UNFIT = {  # nodes that start no container: (exit code, what is said of it)
+UNFIT = {  # nodes whose container does not start: (exit code, message)
     "node1": (0, "error: the container did not start on node1; see above"),
     "node1 node2": (
         2,
@@ -150,20 +157,23 @@ UNFIT = {  # nodes that start no container: (exit code, what is said of it)
 
 @pytest.mark.parametrize("nodes", UNFIT)
 def test_nodes_that_start_no_container(cluster, image, nodes):
-    """One of them may be exchanged; an image that starts nowhere is damaged."""
+    """If one node fails, the job continues on others. If all nodes fail, the image is damaged."""
     code, said = UNFIT[nodes]
     done, _, _ = cluster.submit(*RUN, BROKEN_NODES=nodes)
     assert done.returncode == code and said in done.stdout, done.stdout
     assert done.stdout.endswith("requeued\n") == (code == 0)
 
 
-# ------------------------------------------------------------------------------------------------ what is asked for
+# ------------------------------------------------------------------------------------------------ arguments of Slurm and Pyxis
 
 
 @pytest.mark.slow
 def test_what_a_job_asks_of_containers(cluster, image, launcher_project, tmp_path):
-    """Under nsys, with data behind links that lead out of the project. A folder that is gone, such as what the run began
-    with, needs no mount once there is a checkpoint."""
+    """The job runs under nsys, and its data contains links to folders outside the project.
+
+    A missing folder, such as the one from which the run was initialised, is not mounted once there
+    is a checkpoint.
+    """
     lustre = tmp_path.with_name(f"{tmp_path.name}-lustre")
     write_store(lustre / "disk", [range(1, 60)] * 9, vocab_size=64, eos=0, tokenizer="none")
     for name in ("store", "deep", "more"):
@@ -186,8 +196,11 @@ def test_what_a_job_asks_of_containers(cluster, image, launcher_project, tmp_pat
 
 @pytest.mark.slow
 def test_a_first_try_makes_its_corpus_and_leaves_no_container(cluster, image, launcher_project):
-    """Bare, in a fresh checkout. Where Pyxis keeps containers the job removes its own and those of ended jobs; torch's
-    profile is a setting."""
+    """The job has no arguments and runs in a fresh checkout.
+
+    If Pyxis keeps containers, the job removes its own and those of ended jobs. PROFILE=torch
+    becomes a setting.
+    """
     used = ["pyxis_mamba-train-78.0", "pyxis_mamba-train-79.1", "pyxis_of-someone"]
     for name in ("pyxis_mamba-train-12.3", *used):
         (cluster.folder / "state/node2" / name).mkdir()
@@ -205,7 +218,7 @@ def test_a_first_try_makes_its_corpus_and_leaves_no_container(cluster, image, la
 
 @pytest.mark.slow
 def test_a_check_ends_before_the_training(cluster, launcher_project):
-    """It runs on a node that is free now, tokenizes there, and leaves nothing."""
+    """The check runs on a free node, tokenizes there, and leaves no files."""
     script = launcher_project / "1.train.sbatch"
     check = [script, "--check", "--save_ckpt_path=runs/a"]
     done = run_program(*check, **cluster.environment)
@@ -234,7 +247,7 @@ def test_tokenizing_with_nothing_but_the_image(cluster, image, launcher_project,
     assert unpacked == ["node1"] and not cluster.containers("node1")
 
 
-# ------------------------------------------------------------------------------------------------ who reads the settings
+# ------------------------------------------------------------------------------------------------ where the settings are resolved
 
 WITHOUT_YAML = f"""#!/bin/sh
 case "$*" in *yaml*) exit 1 ;; esac
@@ -246,7 +259,7 @@ exec {sys.executable} "$@"
 def test_settings_are_read_on_a_host_without_an_environment_or_else_in_the_image(
     cluster, image, launcher_project
 ):
-    """By the host's own Python no node has to unpack the image for a typo."""
+    """With the host's own Python, a mistake is reported before any node unpacks the image."""
     environment = launcher_project / ".environment"  # the image's own, which the host does not see
     (launcher_project / ".venv").rename(environment)
     stand_in = cluster.image / "python3"
@@ -277,7 +290,7 @@ def test_a_slurm_that_runs_no_images_is_told_at_once(cluster, image):
 
 # ------------------------------------------------------------------------------------------------ removals
 
-# One removal waits for storage that no longer answers; the other takes longer than one may stand still, but works.
+# One removal hangs on storage that does not respond. The other takes longer than REMOVAL_SECONDS but makes progress.
 ENROOT = r"""#!/bin/bash
 [ "$1" = list ] && printf 'pyxis_mamba-train-%s\n' hangs works && exit
 case $3 in
@@ -320,9 +333,9 @@ def test_a_removal_lasts_for_as_long_as_it_makes_progress(project, tmp_path):
         ("TERM", 100.0, 10.0),
         ("USR1", 100.0, 55.0),
         ("USR1", 40.0, 10.0),
-        ("USR1", None, 10.0),  # a busy controller does not say
+        ("USR1", None, 10.0),  # an overloaded controller does not answer
     ],
 )
 def test_a_removal_ends_before_slurm_ends_the_job(asked, left, granted):
-    """After USR1 the job must still be queued again."""
+    """The time must suffice to queue the job again after USR1."""
     assert seconds_for_removal(asked, left) == granted

@@ -26,12 +26,12 @@ def launch(project, *settings, **environment):
 
 
 def train(project, *settings, **environment):
-    """(exit code, what was said)"""
+    """Runs a training. Returns (exit code, output)."""
     return finish(launch(project, *settings, **environment))
 
 
 def wait_for_status(run):
-    """Returns once the run's status is whole."""
+    """Waits until the run's status.json is complete."""
     status = run / "status.json"
     wait_until(lambda: status.exists() and '"running"' in status.read_text())
 
@@ -40,7 +40,7 @@ def wait_for_status(run):
 def test_each_gpu_has_a_rank_with_the_settings_as_they_are_and_the_first_error_is_said_last(
     launcher_project, tmp_path
 ):
-    """No scratch is left behind."""
+    """The temporary folder is removed at the end."""
     smi = "#!/bin/sh\nfor i in 1 2 3; do echo 'NVIDIA Fake 4GB'; done\n"
     write_program(tmp_path / "commands/nvidia-smi", smi)
     (tmp_path / "scratch").mkdir()
@@ -75,15 +75,16 @@ def test_ctrl_c_while_the_settings_are_read_ends_at_once(launcher_project):
     with open(launcher_project / "mamba_fsdp/settings/resolve.py", "a") as module:
         module.write(INTERRUPTED)
     code, output = train(launcher_project, *ENDLESS)
-    assert code in (130, -signal.SIGINT)  # as a shell says it, both are 130
+    assert code in (130, -signal.SIGINT)  # a shell reports 130 for both
     assert output == "\nstopped by Ctrl-C\n", output
     assert "Traceback" not in output and not (launcher_project / "runs").exists()
 
 
 @pytest.mark.slow
 def test_called_from_another_folder_paths_are_seen_from_there(launcher_project, tmp_path):
-    """ZIP files keep no permissions, module files of a cluster's Python may set PYTHONHOME, and TMPDIR may name a folder
-    that is not there."""
+    """The files have no execute permission, as after unpacking a ZIP file. PYTHONHOME is set, as by
+    some module files, and TMPDIR does not exist.
+    """
     script = launcher_project / "1.train.sbatch"
     script.chmod(0o644)
     (tmp_path / "my.yaml").write_text("save_ckpt_path: runs/a\nnum_steps: 2\n")
@@ -96,7 +97,7 @@ def test_called_from_another_folder_paths_are_seen_from_there(launcher_project, 
     assert not (launcher_project / "runs").exists() and not (launcher_project / "data").exists()
 
 
-# Tells the launcher, and does nothing until that has asked for a stop, or ends this.
+# Signals the launcher, and waits until the launcher requests a stop or ends this process.
 TELLS = """
 import os, sys, time
 os.kill(os.getppid(), {number})
@@ -114,7 +115,7 @@ BEFORE_THE_FIRST_STEP = [
 @pytest.mark.slow
 @pytest.mark.parametrize("program, number", BEFORE_THE_FIRST_STEP)
 def test_a_signal_before_the_first_step_ends_at_once(launcher_project, program, number):
-    """Also where an earlier run has left its status. Its number is in the exit code."""
+    """A status of an earlier run does not change that. The exit code contains the signal number."""
     (launcher_project / "runs/a").mkdir(parents=True)
     (launcher_project / "runs/a/status.json").write_text('{"status": "running", "reason": ""}')
     file = launcher_project / program
@@ -127,7 +128,7 @@ def test_a_signal_before_the_first_step_ends_at_once(launcher_project, program, 
 
 @pytest.mark.slow
 def test_a_request_commits_a_checkpoint_and_says_how_to_resume(launcher_project):
-    """An old one is none."""
+    """A STOP file that existed before the start is ignored."""
     run = launcher_project / "runs/a b"
     run.mkdir(parents=True)
     (run / "STOP").write_text("old")
@@ -156,7 +157,9 @@ def test_ctrl_c_twice_does_not_wait_for_the_checkpoint(launcher_project):
 
 
 def assert_stopped(project, reason):
-    """By this signal, with a checkpoint. Waits for it: the launcher may be gone already."""
+    """Waits until the run has stopped because of this signal with a checkpoint. The launcher can
+    exit earlier.
+    """
     status = project / "runs/a/status.json"
     wait_until(lambda: '"stopped"' in status.read_text())
     assert f'"reason": "{reason}"' in status.read_text()
@@ -168,7 +171,7 @@ def assert_stopped(project, reason):
 def test_a_terminal_that_closes_or_ends_the_reader_too_stops_the_run_with_a_checkpoint(
     launcher_project, terminal, reason, reader
 ):
-    """Ctrl-C in `./1.train.sbatch | tee log`: the terminal tells both, and nobody reads what is said then."""
+    """In `./1.train.sbatch | tee log`, Ctrl-C also ends tee, so that later output has no reader."""
     command = f"./1.train.sbatch {' '.join(ENDLESS)} 2>&1{reader}"
     process = terminal.start(["bash", "-c", command], cwd=launcher_project)
     wait_for_status(launcher_project / "runs/a")
@@ -196,7 +199,7 @@ sys.exit(1)
 def test_a_rank_that_fails_starts_again_in_place_until_it_says_that_it_is_a_mistake(
     launcher_project,
 ):
-    """A single rank has said so itself, right above. When ranks start again is held in test_decision.py."""
+    """The error of a single rank is not repeated. test_decision.py tests when ranks are restarted."""
     (launcher_project / "training.py").write_text(COMMITS_AND_DIES)
     code, output = train(launcher_project, RUN)
     (again,) = [line for line in output.splitlines() if line.startswith("restarts   ")]
@@ -205,7 +208,7 @@ def test_a_rank_that_fails_starts_again_in_place_until_it_says_that_it_is_a_mist
     assert code == 2 and output.splitlines()[-1] == "error: a mistake"
 
 
-MISTAKES = {  # what is done to the project, and what is typed: what is said
+MISTAKES = {  # (change of the project, command line): message
     ("mkdir store; touch store/index.json", "--save_ckpt_path=store"): "store is not a run folder",
     ("true", "--num_stepss=3"): "did you mean num_steps",
     ("true", "--save_ckpt_path=training.py"): "error: save_ckpt_path",
@@ -214,7 +217,9 @@ MISTAKES = {  # what is done to the project, and what is typed: what is said
 
 @pytest.mark.parametrize("done, typed", MISTAKES)
 def test_mistakes_are_told_in_a_line_or_two(launcher_project, done, typed):
-    """Before anything is made. test_host.py and tests/verbs/test_refused_words.py hold which there are."""
+    """The message appears before any file is made. test_host.py and
+    tests/verbs/test_refused_words.py list the mistakes.
+    """
     subprocess.run(done, shell=True, check=True, cwd=launcher_project)
     before = sorted(launcher_project.iterdir())
     code, output = train(launcher_project, typed)
@@ -224,7 +229,7 @@ def test_mistakes_are_told_in_a_line_or_two(launcher_project, done, typed):
 
 
 def states(project):
-    """The states of the ranks that train in the project, as in /proc: T is one that stands still."""
+    """Returns the process states of the project's ranks as in /proc, where T means stopped."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -238,8 +243,11 @@ def states(project):
 
 @pytest.mark.slow
 def test_ctrl_z_makes_the_ranks_stand_still_until_the_job_goes_on(launcher_project):
-    """They are in sessions of their own, which no terminal reaches. Then Ctrl-C stops the run with a checkpoint, also where
-    the window closes meanwhile, of which kernel and shell both tell."""
+    """The ranks have their own sessions, so the terminal's signals do not reach them.
+
+    Then Ctrl-C stops the run with a checkpoint, even if the window closes, for which both the
+    kernel and the shell send a signal.
+    """
     environment = {"PROCESSES_PER_NODE": "2", "FAKE_COMMIT_SECONDS": "2"}
     process = launch(launcher_project, *ENDLESS, **environment)
     wait_until(lambda: len(starts(launcher_project / "runs/a")) == 2)
@@ -258,7 +266,7 @@ def test_ctrl_z_makes_the_ranks_stand_still_until_the_job_goes_on(launcher_proje
 
 
 NAMELESS = 'hostname no-such-name; exec "$@"'
-NETWORKS = {  # how it is made: what a refusal says
+NETWORKS = {  # command that makes the network: error message, if any
     ("unshare", "--uts", "--net", "bash", "-c", "ip link set lo up; " + NAMELESS, ""): "",
     ("unshare", "--uts", "--net", "bash", "-c", NAMELESS, ""): "enable it: ip link set lo up",
 }
@@ -268,7 +276,7 @@ NETWORKS = {  # how it is made: what a refusal says
 @pytest.mark.torch22
 @pytest.mark.parametrize("network", NETWORKS)
 def test_the_ranks_of_one_machine_meet_whatever_its_name_leads_to(launcher_project, network):
-    """By torchrun's own way they would try for minutes to reach the machine by its name."""
+    """By default, torchrun tries for minutes to reach the machine by its name."""
     if run_program(*network, "true").returncode:
         pytest.skip("this user may not make such a network")
     command = [*network, "timeout", "--kill-after=5", "60", "./1.train.sbatch"]

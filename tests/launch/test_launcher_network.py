@@ -1,4 +1,4 @@
-"""The launcher: what NCCL and libfabric are told, by the devices that a node has."""
+"""The variables for NCCL and libfabric that the launcher sets for the devices of a node."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ SOCKETS = {"NCCL_SOCKET_IFNAME": "^docker,lo,veth"}
 EFA = {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0", "FI_EFA_SET_CUDA_SYNC_MEMOPS": "0"}
 OWN = {"NCCL_SOCKET_IFNAME": "eth1", "FI_EFA_USE_HUGE_PAGE": "1"}
 LISTED = "\tlibnccl-net-ofi.so (libc6,x86-64) => /opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so\n"
-PLUGINS = {  # what ldconfig lists, what is set: what NCCL is told to load
+PLUGINS = {  # (libraries that ldconfig lists, variables that are set): the expected NCCL_NET_PLUGIN
     "by its own name": ("\tlibnccl-net.so (libc6) => a\n" + LISTED, {}, None),
     "by another name alone": (LISTED, {}, "ofi"),
     "a version, which NCCL does not ask for": (
@@ -28,7 +28,7 @@ PLUGINS = {  # what ldconfig lists, what is set: what NCCL is told to load
     "none": ("", {}, None),
     "what the user has set": (LISTED, {"NCCL_NET_PLUGIN": "mine"}, "mine"),
 }
-NODES = {  # the drivers of its network devices, what nvidia-smi says, what is set: what a command finds
+NODES = {  # (drivers of the network devices, output of nvidia-smi, variables that are set): the expected variables
     "EFA": (["efa"] * 4, "", IN_A_JOB, {"EFA_COUNT": "4"} | SOCKETS | EFA),
     "InfiniBand and NVLink": (["mlx5_core"], GPU + "\t Link 0: 26.562 GB/s", IN_A_JOB, SOCKETS),
     "no NVLink": (["mlx5_core"], GPU, IN_A_JOB, {"NCCL_SHM_USE_CUDA_MEMCPY": "1"} | SOCKETS),
@@ -38,8 +38,11 @@ NODES = {  # the drivers of its network devices, what nvidia-smi says, what is s
 
 
 def node_command(project, folder, drivers):
-    """command(**environment) -> the environment of a command on a node with a network device of each of the drivers and
-    the programs in folder/bin. There are no libraries."""
+    """command(**environment) -> the environment of a command on a node.
+
+    The node has one network device for each driver, and the programs in folder/bin. It has no
+    libraries.
+    """
     for number, driver in enumerate(drivers):
         (folder / "drivers" / driver).mkdir(parents=True, exist_ok=True)
         (folder / f"class/{number}/device").mkdir(parents=True)
@@ -59,7 +62,7 @@ def node_command(project, folder, drivers):
 
 @pytest.mark.parametrize("node", NODES)
 def test_a_node_gets_the_settings_of_its_devices_and_no_obsolete_ones(project, tmp_path, node):
-    """Copy engines for NCCL's shared memory only if GPUs have no link to each other."""
+    """NCCL uses copy engines for its shared memory only if the GPUs have no NVLink."""
     drivers, said, given, expected = NODES[node]
     command = node_command(project, tmp_path, drivers)
     smi = f"echo '{said}'" if said else "exit 9"
@@ -71,7 +74,7 @@ def test_a_node_gets_the_settings_of_its_devices_and_no_obsolete_ones(project, t
 
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_nccl_is_told_of_a_plugin_that_it_does_not_look_for(project, tmp_path, plugin):
-    """Without its plugin it takes TCP, and says nothing."""
+    """Without the variable, NCCL would silently use TCP."""
     listed, given, expected = PLUGINS[plugin]
     command = node_command(project, tmp_path, ["efa"])
     write_program(tmp_path / "bin/ldconfig", f"#!/bin/sh\nprintf '{listed}'\n")

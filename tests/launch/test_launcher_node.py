@@ -1,4 +1,4 @@
-"""mamba_fsdp.launch.node: how the ranks of a node end and start again, and what they find around them."""
+"""mamba_fsdp.launch.node: how the ranks of a node end and restart, and the environment that they get."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from tests.support.processes import run_program
 @pytest.mark.slow
 @pytest.mark.torch22
 def test_a_node_that_never_meets_the_first_one_says_so(project, tmp_path):
-    """As in Kubernetes, where the first node has a fixed number."""
+    """The rendezvous is static, as in Kubernetes, where the first node has a fixed number."""
     words = ["--nnodes=2", "--node-rank=1", "--rdzv-backend=static", "--rdzv-conf=timeout=1"]
     words += ["--master-addr=127.0.0.1", "--master-port=1", "training.py"]
     launcher = [sys.executable, "-m", "mamba_fsdp.launch.node", tmp_path / "run"]
@@ -54,8 +54,11 @@ FAILURE = Failure("a", rank=3, exit_code=74, was_killed=False, time=2.0, reason=
 def test_what_an_earlier_start_has_left_is_forgotten(
     tmp_path, capsys, monkeypatch, name, stays, said
 ):
-    """With a number: Slurm has started the step again, for a node that went, because of which others failed. Without one,
-    any start may have left it, also one of another version. The first node alone does so."""
+    """With an ID, Slurm has started the step again to replace a node that failed.
+
+    Without an ID, the files can come from any start, including one of another version. Only the
+    first node removes them.
+    """
     folder = tmp_path / name
     folder.mkdir()
     for left in ("a.json", names.OUTCOME, names.RESOLVED):
@@ -72,7 +75,7 @@ def test_what_an_earlier_start_has_left_is_forgotten(
 FIRST = "rank 3 on a failed first.\nError: no more\n"
 MEANWHILE = "error: not restarted: the file STOP requested the end of the run, but a rank failed before it had stopped\n"
 SUMMARY = "rank 3 on a: Error: no more"
-OUTCOMES = {  # the status, why, whether a rank failed and there is a file STOP: what is left; and without a job, the code
+OUTCOMES = {  # (status, reason, whether a rank failed, whether the file STOP exists): (outcome, exit code outside Slurm)
     ("finished", "", False, False): (TrainingOutcome("finished"), 0),
     ("stopped", "STOP file", False, True): (TrainingOutcome("stopped", stop_file=True), 0),
     ("stopped", "enough of it", False, False): (TrainingOutcome("stopped", stop_file=True), 0),
@@ -85,8 +88,11 @@ OUTCOMES = {  # the status, why, whether a rank failed and there is a file STOP:
 
 @pytest.mark.parametrize("found", OUTCOMES)
 def test_how_the_training_ended(tmp_path, capsys, found):
-    """A node that shuts down sends SIGTERM to its launcher, and the job has to go on elsewhere: without a job each node
-    says how it ended by its exit code. No start may forget STOP."""
+    """A node that shuts down sends SIGTERM to its launcher, and the job has to continue elsewhere.
+
+    Outside Slurm, the exit code of each node shows how it ended. A STOP file must survive a
+    restart.
+    """
     status, reason, has_failed, is_asked = found
     outcome, code = OUTCOMES[found]
     write_status(tmp_path, status, 3, reason)
@@ -101,7 +107,9 @@ def test_how_the_training_ended(tmp_path, capsys, found):
 
 @pytest.mark.parametrize("is_of_this_start", [True, False])
 def test_a_run_that_is_finished_stays_so_if_a_rank_fails_while_it_exits(tmp_path, is_of_this_start):
-    """An earlier start may have finished the run; a start that fails before its first word has not."""
+    """The status `finished` does not count if an earlier start has written it and this start failed
+    before it could.
+    """
     folder = tmp_path / "starts/77.0"
     folder.mkdir(parents=True)
     settings = folder / names.RESOLVED
@@ -138,7 +146,7 @@ def test_an_outcome_that_cannot_be_put_on_record_is_printed(tmp_path, capsys):
     [("3", 3), ("auto", 1), ("", 1)],
 )
 def test_ranks_of_a_node(monkeypatch, given, ranks):
-    """As numProcPerNode of a TrainJob says, which is `auto` on a node with GPUs, unless PROCESSES_PER_NODE does."""
+    """PROCESSES_PER_NODE overrides a TrainJob's numProcPerNode, which is `auto` on a node with GPUs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("PET_NPROC_PER_NODE", given)
     assert processes_per_node() == ranks
@@ -157,7 +165,9 @@ CODES = {0: 0, 1: 129, 2: 2, 74: 129, 137: 137, 143: 143}  # with RESTART_EXIT_C
 
 @pytest.mark.parametrize("code", CODES)
 def test_an_exit_code_that_pytorchjob_starts_again(monkeypatch, code):
-    """From 128 on; the smaller ones of accidents and of storage become one that is set. A mistake stays one."""
+    """RESTART_EXIT_CODE replaces smaller exit codes of failures of the launcher and the storage,
+    but not of user errors.
+    """
     monkeypatch.setattr(node, "main", lambda *_: code)
     assert node.start(["run"]) == code
     monkeypatch.setenv("RESTART_EXIT_CODE", "129")
@@ -176,21 +186,25 @@ def test_an_accident_of_the_launcher_itself_is_told_in_a_line(monkeypatch, capsy
 def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
     later = replace(FAILURE, rank=4, time=3.0)
     killed = replace(FAILURE, rank=5, time=4.0, was_killed=True)
-    misses_others = replace(FAILURE, rank=None, time=1.0)  # by a clock that is behind, say
+    misses_others = replace(
+        FAILURE, rank=None, time=1.0
+    )  # for example, because its clock is behind
     for failure in (later, FAILURE, misses_others):
         node.write_shared_json(tmp_path / f"{failure.rank}.json", asdict(failure))
-    (tmp_path / "gone.json").symlink_to("nowhere")  # removed since it was listed
+    (tmp_path / "gone.json").symlink_to("nowhere")  # a file that was removed after it was listed
     (tmp_path / "other.json").write_text('{"of": "another version"}')
     assert first_failure(tmp_path) == FAILURE
     node.write_shared_json(tmp_path / "5.json", asdict(killed))
     assert first_failure(tmp_path) == killed
-    sick = replace(FAILURE, rank=6, time=5.0, exit_code=EXIT_NODE_FAULT)  # the others end with it
+    sick = replace(
+        FAILURE, rank=6, time=5.0, exit_code=EXIT_NODE_FAULT
+    )  # the other ranks fail because of it
     node.write_shared_json(tmp_path / "6.json", asdict(sick))
     assert first_failure(tmp_path) == sick
 
 
 def test_a_rank_that_is_killed_after_its_error_has_failed_by_itself(tmp_path, monkeypatch):
-    """Another rank had failed at the same moment. What no restart fixes must not count as a crash."""
+    """Another rank had failed at the same moment. A user error must not count as a crash."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
     write_torchrun_error(UserError("a mistake"))
     killed = ProcessFailure(0, 1, -signal.SIGKILL, str(tmp_path / "error"))
@@ -200,7 +214,7 @@ def test_a_rank_that_is_killed_after_its_error_has_failed_by_itself(tmp_path, mo
 
 
 def test_a_traceback_is_summarised_by_its_exception(tmp_path, monkeypatch):
-    """nodes.jsonl keeps the summary as the reason why the node is sick."""
+    """nodes.jsonl contains the summary as the reason why the node is sick."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
     try:
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with ...")
@@ -219,7 +233,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 @pytest.fixture
 def environment(monkeypatch, tmp_path):
-    """environment(**given) -> that of the ranks of a launcher with this one."""
+    """environment(**given) -> the environment of a launcher's ranks if the launcher has the given one."""
 
     def of(**given):
         monkeypatch.setattr(os, "environ", given)
@@ -243,7 +257,9 @@ def test_ranks_find_caches_that_outlive_the_job_and_what_is_the_users_own_stays(
 
 
 def test_the_image_leaves_the_launchers_choices_to_it(environment, project):
-    """What the image's ENV sets would count as the user's own: a cache in /tmp, for one, ends with the job."""
+    """The launcher does not override variables, so the ENV of the image must not set, for example,
+    a cache in /tmp.
+    """
     found = environment()
     (block,) = re.findall(r"^ENV ((?:.*\\\n)*.*)$", (project / "Dockerfile").read_text(), re.M)
     in_image = dict(re.findall(r"(\w+)=(\S+)", block))
@@ -253,7 +269,7 @@ def test_the_image_leaves_the_launchers_choices_to_it(environment, project):
 
 @pytest.mark.parametrize("own", ALLOCATOR)
 def test_memory_in_segments_that_grow(environment, own):
-    """Unless the user has settings of the allocator, by either name."""
+    """This applies unless the user has configured the allocator with either variable."""
     assert {environment()[name] for name in ALLOCATOR} == {"expandable_segments:True"}
     found = environment(**{own: "mine"})
     assert [found[name] for name in ALLOCATOR if name in found] == ["mine"]
@@ -262,7 +278,7 @@ def test_memory_in_segments_that_grow(environment, own):
 def test_the_rank0_cache_writer_is_used_where_the_environment_has_it(
     environment, monkeypatch, tmp_path, project
 ):
-    """Triton 3.4 and newer have to be told, and in a .venv there is no image that does."""
+    """Triton 3.4 and newer need a variable for it, which in .venv no image sets."""
     for name in ("triton/__init__.py", "triton/runtime/rank0_cache.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

@@ -1,4 +1,6 @@
-"""./1.train.sbatch and the real training program: where its window and its reader go away, and killed."""
+"""./1.train.sbatch with the real training program, when its window or reader goes away and when it
+is killed.
+"""
 
 import contextlib
 import os
@@ -25,7 +27,7 @@ SETTINGS = TINY | {
     "eval_batches": -1,
     "checkpoint_interval": 100_000,
 }
-# A rank spins as long as there is a file spins-RANK, and says so in spins-RANK-seen.
+# A rank spins while the file spins-RANK exists, and makes the file spins-RANK-seen then.
 SPINS = """
 
 import time
@@ -43,7 +45,7 @@ StopRequest.check = look_or_spin
 """
 KILLS = int(os.environ.get("KILLS", 2))
 VICTIMS = ["the script", "the launcher", "rank 1", "rank 0"]
-HANGS = ["stands still", "spins", ""]  # what another rank does meanwhile
+HANGS = ["stands still", "spins", ""]  # states of another rank at the time of the kill
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +58,19 @@ def project(tmp_path_factory):
 
 
 def clear(project):
-    """Removes the run, and what makes ranks spin."""
+    """Removes the run and the files that make ranks spin."""
     subprocess.run("rm -rf run spins-*", shell=True, check=True, cwd=project)
 
 
 def make_spin(project, rank):
-    """Returns when that rank spins."""
+    """Makes a rank spin, and waits until it does."""
     (project / f"spins-{rank}").touch()
     wait_until((project / f"spins-{rank}-seen").exists)
 
 
 @pytest.fixture
 def command(project):
-    """command(steps) -> what trains so many in project/run, a new folder."""
+    """command(steps) -> the command that trains this number of steps in project/run, a new folder."""
     clear(project)
     if not (project / "store").exists():
         document = np.random.default_rng(0).integers(1, 64, 20_000)
@@ -78,8 +80,10 @@ def command(project):
 
 @pytest.fixture
 def start(project, command, tmp_path):
-    """start(*words, **environment) -> a launcher of two ranks that trains, whose temporary files lie in tmp_path/scratch
-    and whose words in tmp_path/log."""
+    """start(*words, **environment) -> a launcher that trains with two ranks.
+
+    Its temporary files are in tmp_path/scratch and its output in tmp_path/log.
+    """
 
     def start(*words, **environment):
         clear(project)
@@ -101,7 +105,7 @@ def start(project, command, tmp_path):
 
 
 def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, start, tmp_path):
-    """Nor is the run shown as running."""
+    """The run must not be shown as running either."""
     process = start("--checkpoint_interval=5")
     wait_until(lambda: list(project.glob("run/checkpoints/*/COMMIT")))
     make_spin(project, 1)
@@ -122,7 +126,7 @@ def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, 
 def test_it_trains_on_under_nohup_when_its_window_and_its_reader_have_gone(
     project, command, terminal
 ):
-    """The window closes when the run would take its first step, and no earlier or later."""
+    """The window closes exactly when the run would take its first step."""
     words = " ".join(["nohup", *command(40)]) + " 2>&1 | head -5 > log"
     (project / "spins-0").touch()
     terminal.start(["bash", "-c", words], cwd=project)
@@ -134,7 +138,9 @@ def test_it_trains_on_under_nohup_when_its_window_and_its_reader_have_gone(
 
 
 def tree_of(scratch):
-    """{name of the script, the launcher or a rank: pid} of what runs with TMPDIR there or in a folder there."""
+    """Returns {name of the script, the launcher or a rank: pid} of the processes whose TMPDIR is in
+    this folder.
+    """
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -148,15 +154,17 @@ def tree_of(scratch):
 
 
 def shared_memory_of(tree):
-    """The files in /dev/shm that these processes have mapped."""
+    """Returns the files in /dev/shm that these processes have mapped."""
     maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in tree.values())
     return set(re.findall(r"/dev/shm/\S+", maps))
 
 
 @pytest.mark.parametrize("number", range(KILLS))
 def test_kill_9_of_any_process_leaves_nothing(project, start, tmp_path, number):
-    """No process, nothing in TMPDIR or /dev/shm, also where a rank hangs. KILLS=60 kills each process in each state of
-    another rank five times."""
+    """No process remains, and no file in TMPDIR or /dev/shm, even if a rank hangs.
+
+    KILLS=60 kills each process in each state of another rank five times.
+    """
     victim = VICTIMS[number % len(VICTIMS)]
     hang = HANGS[number % len(HANGS)]
     process = start(MAX_RESTARTS="0")

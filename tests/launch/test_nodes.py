@@ -1,4 +1,4 @@
-"""Which nodes of a job train, when a node counts as lost, and what of it is recorded."""
+"""The selection of the nodes that train, the detection of lost nodes, and their record."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.launch.test_decision import CRASHED, ended
 from tests.support.processes import wait_until, write_program
 
 NODES_OF_JOB = ["n1", "n2", "n3", "n4"]
-CHOICES = {  # (spare nodes, least number, lost nodes, sick in an earlier start): the nodes that train
+CHOICES = {  # (spare nodes, minimal number, lost nodes, sick in an earlier start): the nodes that train
     (0, 0, "", ""): "n1 n2 n3 n4",
     (0, 0, "n2", ""): "",
     (1, 0, "", ""): "n1 n2 n3",
@@ -43,10 +43,10 @@ def test_which_nodes_train(case):
 @pytest.mark.parametrize(
     "batch, left, count",
     [
-        (Batch(0, 6, 1), ["n1", "n2", "n3"], 3),  # 48 samples of 8 ranks, now of 6
-        (Batch(64, 1, 1), ["n1", "n2", "n3"], 2),  # 6 ranks can't share 64
+        (Batch(0, 6, 1), ["n1", "n2", "n3"], 3),  # 48 samples, first on 8 ranks and then on 6
+        (Batch(64, 1, 1), ["n1", "n2", "n3"], 2),  # 6 ranks can't divide 64 samples
         (Batch(63, 1, 1), ["n1", "n2"], 0),
-        (Batch(64, 1, 4), ["n1", "n2", "n3"], 2),  # 6 ranks are no groups of 4
+        (Batch(64, 1, 4), ["n1", "n2", "n3"], 2),  # 6 ranks can't be divided into groups of 4
     ],
 )
 def test_the_global_batch_is_shared_by_the_largest_number_of_nodes_that_can(batch, left, count):
@@ -73,7 +73,9 @@ class Guard:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """A NodeWatch of two nodes; reachable: those that answer; losses: those that it has reported."""
+    """A NodeWatch of two nodes. reachable: whether nodes respond. losses: the nodes that it has
+    reported as lost.
+    """
     monkeypatch.setattr(node_watch, "RECHECK_SECONDS", 0.05)
     watch = node_watch.NodeWatch(["n1", "n2"], lambda node: watch.losses.append(node))
     watch.losses = []
@@ -105,7 +107,7 @@ def test_a_stranger_is_no_guard(watch):
 def test_a_guard_ends_with_its_job_and_removes_what_a_killed_launcher_left(
     project, tmp_path, monkeypatch, is_killed
 ):
-    """The folder of a start is removed if the job's program was killed; that of one that runs stays."""
+    """The folder of a start is removed only if the job's program was killed."""
     folder = tmp_path / "starts/77.0"
     folder.mkdir(parents=True)
     ended_process = subprocess.Popen(["true"])
@@ -131,7 +133,7 @@ def test_a_guard_ends_with_its_job_and_removes_what_a_killed_launcher_left(
     wait_until(lambda: "n1" in watch.addresses)
     if is_killed:
         wait_until(lambda: "n1" in watch.connected)
-        watch.is_over = True  # this process goes on, and would look for the node
+        watch.is_over = True  # this process continues, and would try to reach the node
         watch.connected["n1"].shutdown(socket.SHUT_RDWR)
     else:
         watch.stop()

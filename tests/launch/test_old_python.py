@@ -1,4 +1,6 @@
-"""What runs on a cluster's own Python, which may be 3.6: syntax and standard library of that version, no package."""
+"""The programs on a cluster's own Python need no package and no syntax or library newer than Python
+3.6.
+"""
 
 import json
 import shutil
@@ -27,7 +29,7 @@ print(json.dumps([getattr(module, "__file__", "") or "" for module in list(sys.m
 
 @pytest.fixture(scope="module")
 def files():
-    """The project's files that the three programs consist of."""
+    """The project's files that the three programs import."""
     found = {PROJECT / entry for entry in ENTRIES}
     for entry in ENTRIES:
         script = IMPORTED.format(folder=str(PROJECT), entry=str(PROJECT / entry))
@@ -39,7 +41,9 @@ def files():
 
 
 def test_they_need_little_of_the_package_and_no_other(files):
-    """A cluster's Python has no package. The package's own face imports nothing by itself."""
+    """A cluster's Python has no packages, so mamba_fsdp/__init__.py must not import other modules
+    eagerly.
+    """
     names = {str(file.relative_to(PROJECT / "mamba_fsdp")) for file in files}
     outside = {name for name in names if not name.startswith("launch/")}
     assert outside == {"__init__.py", "run/__init__.py", "run/names.py", "run/node_record.py"}

@@ -1,4 +1,6 @@
-"""What the job asks of Slurm's commands, and how it reads their answers. tests/slurm asks a real one."""
+"""The launcher's calls of Slurm's commands, and how it parses their output. tests/slurm runs a real
+Slurm.
+"""
 
 import os
 import time
@@ -14,8 +16,9 @@ JOB = slurm.Job("77", "70_3", 2, ["node1", "node2"])
 
 @pytest.fixture
 def says(tmp_path, monkeypatch):
-    """says(command, *answers): what a command of Slurm prints, one call after the other, then the last; with None it
-    fails. asked(): the words of each call."""
+    """says(command, *answers): a command of Slurm prints one answer per call, and then always the
+    last; it fails for None. asked(command): the arguments of each call.
+    """
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
@@ -44,7 +47,7 @@ def test_a_heterogeneous_job_is_refused(monkeypatch):
 
 
 def test_a_step_asks_for_all_gpus_of_the_nodes_that_it_names(monkeypatch, tmp_path):
-    """On HyperPod, Slurm starts the step again itself. steps.yaml contains the other arguments."""
+    """On HyperPod, Slurm itself restarts the step. steps.yaml contains the other arguments."""
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     assert slurm.srun_on_nodes(JOB.nodes)[-1] == "--label"
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
@@ -88,7 +91,7 @@ def test_no_answer_is_not_taken_for_no_job(says):
 
 
 def test_a_start_has_run_since_and_ends_at_the_times_that_slurm_shows(says):
-    """A job without a time limit has no end."""
+    """A job without a time limit has no end time."""
     now = time.time()
     shown = "   StartTime={} EndTime={} Deadline=N/A\n"
     at = [time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + add)) for add in (-60, 600)]
@@ -110,7 +113,9 @@ def test_a_start_has_run_since_and_ends_at_the_times_that_slurm_shows(says):
     ],
 )
 def test_a_job_is_queued_again_once(says, state, answers, is_queued, tries):
-    """A busy controller may take it later; what Slurm has queued itself is left alone."""
+    """An overloaded controller can accept it later. A job that Slurm itself has queued again is not
+    changed.
+    """
     says("squeue", state)
     says("scontrol", *answers)
     assert slurm.requeue_job(JOB) == is_queued
@@ -126,7 +131,9 @@ def test_a_job_is_queued_again_once(says, state, answers, is_queued, tries):
     ],
 )
 def test_the_next_start_does_not_get_a_lost_node_if_there_are_others(says, listed, expected):
-    """A job that has released a node would start again with fewer. What the user has excluded stays excluded."""
+    """A job that has released a node would start again with fewer nodes. Nodes that the user has
+    excluded stay excluded.
+    """
     says("squeue", "RUNNING")
     says("sinfo", listed)
     says("scontrol", "", "   ReqNodeList=(null) ExcNodeList=node9\n", "node9\n")

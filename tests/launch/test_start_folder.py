@@ -1,4 +1,4 @@
-"""What a start keeps in the run folder, and for how long."""
+"""The files of a start in the run folder, and when they are removed."""
 
 import subprocess
 
@@ -6,7 +6,9 @@ from mamba_fsdp.launch.start_folder import StartFolder, local_start_name
 
 
 def test_nothing_stays_of_starts_that_were_killed(tmp_path, monkeypatch):
-    """A job's are removed by its next start, those of a machine by the next start there. Others' stay."""
+    """Files of a job are removed by its next start, and files of a machine by its next start there.
+    Other files are kept.
+    """
     monkeypatch.setenv("MAMBA_FSDP_OLD_STOP", "")
     ended = subprocess.Popen(["true"])
     ended.wait()

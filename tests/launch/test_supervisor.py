@@ -1,4 +1,4 @@
-"""How a job runs its commands, and what a signal does to them."""
+"""How a job runs its commands, and how signals affect them."""
 
 import os
 import signal
@@ -21,13 +21,15 @@ PARENT = "import os, signal, sys; os.kill(os.getppid(), signal.{}); exec(sys.arg
 
 
 def tells_parent(number, then):
-    """A command that sends this process a signal, then runs a piece of Python."""
+    """Returns a command that sends a signal to this process and then runs a piece of Python."""
     return [sys.executable, "-c", PARENT.format(number.name), then]
 
 
 @pytest.fixture
 def supervisor():
-    """A Supervisor that takes SIGUSR1; the process has its own handlers again after the test."""
+    """A Supervisor that handles SIGUSR1. The signal handlers of the process are restored after the
+    test.
+    """
     numbers = (signal.SIGUSR1, signal.SIGALRM)
     before = {number: signal.getsignal(number) for number in numbers}
     supervisor = Supervisor()
@@ -48,7 +50,7 @@ def test_an_exit_code_is_the_shells(supervisor, command, code):
 
 
 def test_a_request_ends_a_command_that_is_no_training_at_once(supervisor):
-    """And no other begins."""
+    """No other command starts afterwards."""
     with pytest.raises(StopRequested):
         supervisor.run(tells_parent(signal.SIGUSR1, "import time; time.sleep(600)"))
     assert supervisor.stop_signal == "USR1" and supervisor.last_code == 143
@@ -58,7 +60,9 @@ def test_a_request_ends_a_command_that_is_no_training_at_once(supervisor):
 
 @pytest.mark.parametrize("method", ["run", "run_for_output"])
 def test_a_signal_that_does_not_interrupt_the_wait_is_heeded(supervisor, method):
-    """As one that comes just before the system call that waits: here another thread takes it."""
+    """In this test another thread receives the signal. A signal just before the system call has the
+    same effect.
+    """
 
     def take_signal():
         wait_until(lambda: supervisor.child)
@@ -82,7 +86,7 @@ def test_a_request_while_nothing_runs_is_not_lost(supervisor):
 
 
 def test_a_training_ends_in_its_own_time(supervisor, tmp_path):
-    """It is asked by a file, once, however often the signal comes."""
+    """The training is asked once, through a file, however often the signal arrives."""
     file = tmp_path / "STOP"
     wait = f"import os, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.02)"
     wait += "\nos.kill(os.getppid(), signal.SIGUSR1); time.sleep(0.2); sys.exit(5)"
@@ -104,7 +108,9 @@ def test_a_request_is_written_once_the_storage_lets_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method, ask", [("run_training", [print]), ("run_for_output", [])])
 def test_what_does_not_end_is_not_waited_for(supervisor, method, ask):
-    """Neither is a command that only prints: it may cost the job its place in the queue."""
+    """This includes commands that only print, because waiting could cost the job its place in the
+    queue.
+    """
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     with pytest.raises(DeadlineExceeded):
         getattr(supervisor, method)(SLEEPS, *ask)

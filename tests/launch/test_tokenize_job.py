@@ -1,11 +1,11 @@
-"""2.tokenize.sbatch: which part of the input a task of an array has, and what the words ask a container to mount."""
+"""2.tokenize.sbatch: the part of the input for each task of an array, and the mounts of the container."""
 
 import pytest
 
 from mamba_fsdp.launch import tokenize_job
 from mamba_fsdp.launch.host import LaunchError
 
-ARRAYS = {  # --array: (the first number, the last, how many, what is between them, {a task's number: its part})
+ARRAYS = {  # --array: (first number, last number, count, step, {number of a task: its part})
     "0-2": ((0, 2, 3, 1), {0: "0/3", 2: "2/3"}),
     "2-8:3": ((2, 8, 3, 3), {2: "0/3", 5: "1/3", 8: "2/3"}),
     "4": ((4, 4, 1, 1), {4: "0/1"}),
@@ -27,7 +27,7 @@ def test_each_task_of_an_array_has_a_part_of_its_own(monkeypatch, array):
 
 
 def test_a_list_of_numbers_is_refused(monkeypatch):
-    """--array=5,9: Slurm tells no task what the list holds, and calls what is between its numbers 1."""
+    """With --array=5,9, Slurm does not tell the tasks the numbers of the list, and sets the step to 1."""
     describe(monkeypatch, 5, 9, 2, 1, 9)
     with pytest.raises(LaunchError, match="submit --array=0-1, or a single part"):
         tokenize_job.array_part()
@@ -46,7 +46,7 @@ def test_a_list_of_numbers_is_refused(monkeypatch):
 def test_what_the_words_name_or_match_is_mounted_and_where_links_in_it_lead(
     tmp_path, monkeypatch, words, folders
 ):
-    """Of a folder with an environment in it, a pattern's matches alone are looked at."""
+    """In a folder with an environment, only the files that match the pattern are searched for links."""
     for name in ("texts/of", "texts/venv", "disk"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "disk/others.txt").touch()

@@ -1,4 +1,4 @@
-"""A throw-away Slurm of six nodes, for tests that submit the project's own launcher."""
+"""A temporary Slurm of six nodes, for tests that submit the project's own launcher."""
 
 import os
 import re
@@ -18,7 +18,9 @@ PartitionName=low Nodes=node[1-3] PriorityTier=1 GraceTime=400 PreemptMode=REQUE
 
 @pytest.fixture
 def slurm_project(tmp_path):
-    """A project folder (with a space in its name), fake training program and .venv on the nodes' shared file system."""
+    """A project folder (with a space in its name), a fake training program and a .venv on the
+    nodes' shared file system.
+    """
     project = projects.make_project(tmp_path / "the project")
     projects.make_venv(project)
     (project / "data/builtin").mkdir(parents=True)
@@ -27,7 +29,7 @@ def slurm_project(tmp_path):
 
 @pytest.fixture(scope="module")
 def started_cluster(tmp_path_factory):
-    """Three nodes, and behind them three with GPUs, one of these unlike the others."""
+    """Three nodes without GPUs, and three with GPUs, of which one has another number of GPUs."""
     reason = slurm.missing()
     if reason:
         pytest.skip(reason)
@@ -37,8 +39,8 @@ def started_cluster(tmp_path_factory):
     with slurm.Cluster(
         folder, gpus=[0, 0, 0, 2, 2, 4], shared=shared, extra_config=CONFIG
     ) as cluster:
-        # Slurm's daemons give a job all the time after scancel. srun, which reads this later, does not wait as long for a
-        # launcher whose peer on another node was killed.
+        # The daemons keep the long KillWait, so that jobs can end after scancel. srun reads the file later,
+        # and waits only 10 s for a launcher if the launcher of another node was killed.
         settings = cluster.folder / "etc/slurm.conf"
         settings.write_text(re.sub("KillWait=.*", "KillWait=10", settings.read_text()))
         yield cluster
@@ -46,6 +48,6 @@ def started_cluster(tmp_path_factory):
 
 @pytest.fixture
 def cluster(started_cluster):
-    """The cluster, all of whose nodes are idle before the next test."""
+    """The cluster. All its nodes are idle before the next test."""
     yield started_cluster
     started_cluster.reset()

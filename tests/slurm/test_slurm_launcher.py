@@ -13,7 +13,7 @@ RUN = "--save_ckpt_path=runs/a"
 
 @pytest.fixture
 def project(slurm_project):
-    """The project, whose jobs these tests submit; runs/a is their run folder."""
+    """The project from which these tests submit jobs. The run folder of the jobs is runs/a."""
     return slurm_project
 
 
@@ -36,14 +36,14 @@ def wait_for_checkpoint(cluster, project):
 
 
 def steps_of_starts(project):
-    """The steps from which rank 0 began."""
+    """Returns the steps at which rank 0 started."""
     return [start["step"] for start in starts(project / "runs/a") if start["rank"] == 0]
 
 
 def test_two_nodes_make_one_run_of_a_rank_for_each_gpu_in_the_shared_venv(
     cluster, project, tmp_path
 ):
-    """Submitted from elsewhere. Nothing in the command says that these nodes have two GPUs each."""
+    """The job is submitted from another folder, and its command does not contain the number of GPUs."""
     smi = "#!/bin/sh\nfor i in 1 2; do echo 'NVIDIA Fake 4GB'; done\n"
     write_program(project / "bin/nvidia-smi", smi)
     environment = {"PATH": f"{project}/bin:{os.environ['PATH']}"}
@@ -100,7 +100,7 @@ def test_scancel_ends_the_job_for_good_but_with_a_checkpoint(cluster, project):
 
 
 def test_preemption_with_a_grace_time_goes_on_later(cluster, project):
-    """A more important job takes the nodes; ours commits, gives way, and finishes after it."""
+    """A job of higher priority takes the nodes. Our job writes a checkpoint, ends, and finishes later."""
     low = ["--partition=low"]
     job = cluster.submit(project, RUN, "--num_steps=20", options=low, env={"FAKE": "held"})
     wait_for_training(cluster, project)
@@ -112,7 +112,9 @@ def test_preemption_with_a_grace_time_goes_on_later(cluster, project):
 
 
 def test_a_node_that_went_is_named_and_no_survivor_blamed(cluster, project):
-    """The ranks on other nodes fail because of it. Slurm does not know for minutes; the job queues itself again."""
+    """The ranks on other nodes fail because of the loss. Slurm does not notice it for minutes, so
+    the job queues itself again.
+    """
     run = project / "runs/a"
     job = cluster.submit(project, RUN, FOR_EVER, env={"MAX_RESTARTS": "0"})
     wait_for_checkpoint(cluster, project)
@@ -126,7 +128,7 @@ def test_a_node_that_went_is_named_and_no_survivor_blamed(cluster, project):
 
 
 def test_a_spare_takes_the_place_of_a_node_that_falls_silent(cluster, project):
-    """Slurm does not notice. The ranks on the other node would wait for it forever."""
+    """Slurm does not notice the loss, and the ranks on the other node would wait forever."""
     run = project / "runs/a"
     job = cluster.submit(project, RUN, FOR_EVER, options=["--nodes=3"], env={"SPARE_NODES": "1"})
     wait_for_checkpoint(cluster, project)

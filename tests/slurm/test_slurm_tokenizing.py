@@ -18,8 +18,10 @@ PARTS = 3
 
 @pytest.fixture
 def tokenizing_project(tmp_path):
-    """The checkout with a .venv, and a link to five files elsewhere. Each task stands behind its first batch until there is
-    a file `go`."""
+    """The checkout with a .venv and a link to five files in another folder.
+
+    Each task waits after its first batch until the file `go` exists.
+    """
     project = projects.make_project(tmp_path / "the project", training=None)
     projects.make_venv(project)
     tokenize = project / "mamba_fsdp/importing/make_dataset.py"
@@ -48,7 +50,9 @@ def test_a_killed_and_a_requeued_task_of_an_array_leave_the_bytes_of_undisturbed
     )
     tasks = [f"{job}_{number}" for number in (2, 5, 8)]
     cluster.run("scancel", tasks[0])
-    cluster.run("scancel", "--batch", "--signal=USR1", tasks[2])  # it has the whole array's number
+    cluster.run(
+        "scancel", "--batch", "--signal=USR1", tasks[2]
+    )  # one task has the number of the whole array
     cluster.wait_until(lambda: cluster.state(tasks[0]) == "CANCELLED", "a task is cancelled")
     cluster.wait_until(lambda: cluster.restarts(tasks[2]) == 1, "a task is queued again")
     (tokenizing_project / "go").touch()

@@ -1,4 +1,4 @@
-"""1.train.sbatch on a real Slurm with the real programs: two nodes, one rank each, over gloo."""
+"""1.train.sbatch on a real Slurm with the real programs: two nodes with one rank each, over gloo."""
 
 import json
 import os
@@ -43,8 +43,11 @@ DEMO_STEPS = 5
 
 @pytest.fixture
 def new_project(tmp_path):
-    """The checkout with a .venv, as a new user has it, with a shorter demo: of its thousand steps the first five, and of
-    Python's library so many files that they are three batches: threads that share the tokenizer meet."""
+    """The checkout with a .venv, as a new user has it, but with a shorter demo.
+
+    The demo takes only the first five of its thousand steps. The number of Python's library files
+    suffices for three batches, so that several threads use the tokenizer.
+    """
     project = projects.make_project(tmp_path / "the project", training=None)
     projects.edit(project / "config/demo.yaml", "num_steps: 1000", f"num_steps: {DEMO_STEPS}")
     projects.shorten_the_corpus(project)
@@ -54,8 +57,11 @@ def new_project(tmp_path):
 
 @pytest.fixture
 def training_project(tmp_path):
-    """The checkout with its own training program, a .venv and a link to a small token store. With HELD=1 in its environment
-    a run waits in its first start, after some steps, until it is asked to stop."""
+    """The checkout with its own training program, a .venv and a link to a small token store.
+
+    With HELD=1 in its environment, the first start of a run waits after some steps until it is
+    asked to stop.
+    """
     project = projects.make_project(tmp_path / "the project", training=None)
     stopping = project / "mamba_fsdp/trainer/stopping.py"
     stopping.write_text(stopping.read_text() + HOLD)
@@ -85,7 +91,7 @@ def weights(run):
 
 
 def test_a_bare_sbatch_makes_its_data_and_trains_on_it(cluster, new_project):
-    """What a new user does: no settings, and no data there."""
+    """A new user does the same: there are no settings and no data."""
     job = cluster.submit(new_project)
     state = cluster.wait_for_end(job)
     text = log(new_project, job)
@@ -103,8 +109,11 @@ def test_a_bare_sbatch_makes_its_data_and_trains_on_it(cluster, new_project):
 
 
 def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(cluster, training_project):
-    """That one has as many ranks, on this machine alone. USR1 is what `--signal=B:USR1@300` sends before the time
-    limit, also where Slurm's controller is too busy to say what becomes of the job."""
+    """The run is compared with an uninterrupted one of as many ranks on this machine alone.
+
+    `--signal=B:USR1@300` sends USR1 before the time limit, even if Slurm's controller is too busy
+    to answer queries.
+    """
     asked = training_project / "asked"
     squeue = shutil.which("squeue")
     write_program(
@@ -138,14 +147,14 @@ def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(cluster, traini
     assert weights(run) == weights(training_project / "runs/unbroken") and len(weights(run)) == 1
 
 
-# `pkill -f` would take the launcher too, whose words have the program's name.
+# `pkill -f` would also kill the launcher, because its arguments contain the program's name.
 KILL_RANK = "ps -ww -eo pid=,args= | awk '/ -u training[.]py / {print $1}' | xargs kill -KILL"
 
 
 def test_a_lost_rank_starts_again_in_its_job_and_a_lost_first_node_costs_only_steps_since_the_last_checkpoint(
     cluster, training_project
 ):
-    """Slurm queues the job again, whose script ran on that node."""
+    """The job's script ran on the lost node, so Slurm queues the job again."""
     run = training_project / "runs/a"
     words = [*SETTINGS, f"--save_ckpt_path={run}", projects.FOR_EVER, "--checkpoint_interval=5"]
     job = cluster.submit(training_project, *words)

@@ -1,7 +1,9 @@
-"""A real Slurm of several nodes on one machine: a slurmctld and slurmds, each node in namespaces of its own.
+"""A real Slurm of several nodes on one machine: a slurmctld and slurmds, each node in its own
+namespaces.
 
-A node has its own processes, host name, network (10.66.0.N behind a bridge that leads nowhere) and /tmp; all else is
-the machine's, so that any folder outside /tmp is a shared file system, and `folder` and `shared` are inside /tmp too.
+A node has its own processes, host name, network (10.66.0.N, with a bridge that is not connected to
+other networks) and /tmp. All other folders are those of the machine, so that any folder outside
+/tmp is a shared file system; `folder` and `shared` are also visible inside /tmp.
 """
 
 import contextlib
@@ -18,14 +20,14 @@ from tests.support.processes import PATIENCE_SECONDS
 PROGRAMS = "slurmctld slurmd sbatch srun ip unshare nsenter setpriv".split()
 REMEDY = "apt-get install --no-install-recommends slurmctld slurmd slurm-client iproute2"
 UNSHARE = "unshare --net --uts --mount --pid --fork --kill-child=KILL"
-# Without an address of its own, a bridge takes one from its ports. When that node is switched off, the address changes, and
-# the other nodes do not reach the controller for up to a minute.
+# A bridge without a fixed MAC address uses that of one of its ports. If the node of that port is switched off,
+# the address changes, and the other nodes can't reach the controller for up to a minute.
 BRIDGE_ADDRESS = "02:00:00:00:00:01"
 ENDS = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED"
 
 
 def missing():
-    """Why there can't be a cluster here, or ""."""
+    """Returns the reason why this machine can't run a cluster, or ""."""
     absent = [program for program in PROGRAMS if not shutil.which(program)]
     if absent:
         return f"no {', '.join(absent)}: {REMEDY}"
@@ -33,8 +35,11 @@ def missing():
 
 
 class Cluster:
-    """Use as context manager. Nodes are called node1, node2, ...; gpus: how many fake GPUs Slurm finds on each; the
-    default partition has those without."""
+    """A cluster, to be used as a context manager. Nodes are called node1, node2, ...
+
+    gpus: the number of fake GPUs that Slurm finds on each node. The default partition contains the
+    nodes without GPUs.
+    """
 
     def __init__(self, folder, gpus=(0, 0), shared=(), extra_config=""):
         self.folder = Path(folder)
@@ -43,7 +48,7 @@ class Cluster:
         for name in ("etc", "log", "state"):
             (self.folder / name).mkdir(parents=True)
         self._write_config(gpus, extra_config)
-        self.inits = {}  # machine -> pid of its first process, as the outside sees it
+        self.inits = {}  # machine -> pid of its first process, outside of its namespace
 
     def __enter__(self):
         try:
@@ -62,7 +67,7 @@ class Cluster:
 
     def _write_config(self, gpus, extra):
         etc = self.folder / "etc"
-        for i in range(max(gpus)):  # Slurm asks for a character device
+        for i in range(max(gpus)):  # Slurm requires a character device
             (self.folder / f"gpu{i}").symlink_to("/dev/null")
         offers = ""
         node_lines = ""
@@ -125,14 +130,14 @@ PartitionName=main Nodes={plain} Default=YES MaxTime=INFINITE State=UP
 mount --bind {self.folder}/hosts /etc/hosts && mkdir -p /etc/slurm && mount --bind {self.folder}/etc /etc/slurm
 ip link set lo up && ip link add bridge address {BRIDGE_ADDRESS} type bridge && ip addr add 10.66.0.254/24 dev bridge && ip link set bridge up
 slurmctld -D & while :; do sleep 3600 & wait; done"""
-        # KILL: the cluster ends with the tests, however they end
+        # SIGKILL, so that the cluster ends with the tests in any case
         self._start("login", ["setpriv", "--pdeathsig", "KILL"], script)
         self.wait_until(
             lambda: "UP" in self.run("scontrol", "ping", check=False), "slurmctld answers"
         )
 
     def start_node(self, name):
-        """Switch a node on, at first or after kill_node."""
+        """Switches a node on, at the beginning or after kill_node."""
         number = self.names.index(name) + 1
         binds = "".join(
             f"mkdir -p $t/{path[5:]} && mount --bind {path} $t/{path[5:]}\n"
@@ -170,8 +175,11 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         self.inits[machine] = _first_process_of_namespace(process)
 
     def kill_node(self, name):
-        """As if its power went: processes and network vanish without a word. Slurm need not find it out by itself: a
-        SlurmdTimeout that is short enough for that would also take a node for lost that is only slow."""
+        """Simulates a power failure: processes and network vanish without notice.
+
+        Slurm need not notice it by itself, because with a SlurmdTimeout that is short enough for
+        that, a slow node would also count as lost.
+        """
         self.cut_power(name)
         self.tell_slurm_of(name)
 
@@ -179,16 +187,16 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
 
     def cut_power(self, name):
-        """The node has gone, and Slurm does not know."""
+        """Simulates a power failure that Slurm does not notice."""
         _kill(self.inits.pop(name))
 
     def set_link(self, name, state):
-        """Takes a node's network away (`down`) or gives it back (`up`); its processes go on."""
+        """Disconnects (`down`) or reconnects (`up`) the network of a node. Its processes continue."""
         ip = ["nsenter", "-t", str(self.inits["login"]), "-n", "ip", "link", "set", f"to-{name}"]
         subprocess.run([*ip, state], check=True)
 
     def reset(self):
-        """Ends all jobs, and switches on nodes that were lost."""
+        """Ends all jobs, and switches lost nodes on again."""
         for name in self.inits.keys() - {"login"}:
             self.set_link(name, "up")
         self.run("scancel", "--full", "--signal=KILL", "--user=root", check=False)
@@ -206,7 +214,7 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         return [*enter, f"--wd={cwd or os.getcwd()}", "--", *map(str, words)]
 
     def run(self, *words, cwd=None, env=None, check=True):
-        """Run a command on the login node; its output."""
+        """Runs a command on the login node. Returns its output."""
         done = subprocess.run(
             self.command(*words, cwd=cwd),
             env={**os.environ, **(env or {})},
@@ -218,7 +226,7 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         return done.stdout
 
     def submit(self, project, *words, options=(), env=None):
-        """sbatch the project's own launcher. Returns the job's id."""
+        """Submits the project's launcher with sbatch. Returns the job's id."""
         said = self.run(
             "sbatch", "--parsable", *options, "1.train.sbatch", *words, cwd=project, env=env
         )
@@ -228,14 +236,18 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         return int(self.run("sinfo", "-h", "-t", "idle", "-o", "%D", check=False).strip() or 0)
 
     def state(self, job):
-        """JobState as scontrol shows it: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, ..."""
+        """Returns the state of the job in scontrol: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED,
+        ...
+        """
         return self.fact("JobState", job)
 
     def restarts(self, job):
         return int(self.fact("Restarts", job))
 
     def fact(self, name, job):
-        """Asked again where a controller that is busy leaves the question unanswered."""
+        """Returns a field of scontrol. The query is repeated if an overloaded controller does not
+        answer.
+        """
 
         def ask():
             return re.search(
@@ -245,7 +257,7 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         return self.wait_until(ask, f"{name} of job {job} is told")[1]
 
     def wait_for_end(self, job):
-        """The job's last state. Jobs that were put back into the queue are started at once."""
+        """Returns the final state of the job. If the job is queued again, it is started immediately."""
 
         def ended():
             state = self.state(job)
@@ -256,7 +268,7 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         return self.wait_until(ended, f"job {job} ends")
 
     def release(self, job):
-        """Spare a job that was put back into the queue the two minutes that Slurm would let it wait."""
+        """Starts a job that is queued again without the two minutes for which Slurm would let it wait."""
         if self.restarts(job) and self.state(job) == "PENDING":
             time.sleep(
                 2
@@ -264,9 +276,9 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
             self.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
 
     def wait_until(self, happened, what):
-        """happened()'s first true value.
+        """Calls happened() until it returns a true value, and returns that.
 
-        Raises TimeoutError that says `what` never came, with the daemons' last words.
+        Raises TimeoutError with `what` and the last log lines of the daemons.
         """
         end = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < end:
@@ -281,7 +293,7 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
 
 
 def _first_process_of_namespace(process):
-    """The pid, out here, of the process that is 1 in the namespace that `process` is making."""
+    """Returns the pid, outside of the namespace, of process 1 in the namespace that `process` creates."""
     end = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < end:
         with contextlib.suppress(OSError, IndexError):

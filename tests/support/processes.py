@@ -1,14 +1,16 @@
-"""Programs that are written, run and waited for."""
+"""Writes programs, runs them, and waits for them."""
 
 import os
 import subprocess
 import time
 
-PATIENCE_SECONDS = 400  # a busy machine is slow; only what never comes is a failure
+PATIENCE_SECONDS = 400  # long, because a loaded machine is slow and a timeout is a failure
 
 
 def wait_until(happened, what="it"):
-    """happened()'s first true value. Raises TimeoutError that says `what` never came."""
+    """Calls happened() until it returns a true value, and returns that. Raises TimeoutError with
+    `what`.
+    """
     end = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < end:
         if value := happened():
@@ -18,7 +20,7 @@ def wait_until(happened, what="it"):
 
 
 def run_program(*command, cwd=None, **environment):
-    """The finished process of a command, with what it wrote to stdout and to stderr."""
+    """Runs a command to its end. Returns the process with its stdout and stderr."""
     return subprocess.run(
         list(map(str, command)),
         cwd=cwd,
@@ -29,7 +31,9 @@ def run_program(*command, cwd=None, **environment):
 
 
 def write_program(path, text):
-    """The path of a program of this text, whose folder is made where it is not there."""
+    """Writes an executable program with this text, and returns its path. Makes its folder if
+    necessary.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
@@ -37,6 +41,6 @@ def write_program(path, text):
 
 
 def finish(process):
-    """(exit code, what was said) of a Popen."""
+    """Waits for a Popen. Returns (exit code, output)."""
     output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     return process.returncode, output

@@ -1,4 +1,6 @@
-"""Throw-away copies of the checkout for tests of the launcher, with or without a real training program."""
+"""Temporary copies of the checkout for tests of the launcher, with or without the real training
+program.
+"""
 
 import hashlib
 import json
@@ -19,7 +21,7 @@ PARTS = [
     "requirements",
     "pyproject.toml",
 ]
-# The stack of the environment that the tests run in; tests/run.sh says it.
+# The stack of the environment in which the tests run; tests/run.sh sets it.
 STACK = os.environ.get("MAMBA_FSDP_TEST_STACK", "cpu")
 
 # Counts steps where the real one trains. How it ends is up to the environment:
@@ -100,7 +102,7 @@ status("finished" if step == steps else "stopped", step)
 """
 
 
-# Makes a tiny store, and writes down what it was asked for, where the real one tokenizes.
+# Replaces the tokenizing program: makes a tiny store and records its arguments.
 FAKE_GET_DATASET = """
 import sys
 from pathlib import Path
@@ -117,10 +119,13 @@ FOR_EVER = "--num_steps=1000000"
 
 
 def make_project(folder, training=FAKE_TRAINING):
-    """A project folder with the checkout's launcher and library; training: the text of training.py, None for the real
-    one. With another than the real one get_dataset.py is no real one either."""
+    """Makes a project folder with the launcher and library of the checkout.
+
+    training: the text of training.py, or None for the real one. With another text, get_dataset.py
+    is also replaced.
+    """
     folder.mkdir(parents=True)
-    half_written = shutil.ignore_patterns("*.pyc.*")  # bytecode itself stays valid in a copy
+    half_written = shutil.ignore_patterns("*.pyc.*")  # complete bytecode remains valid in a copy
     for name in PARTS:
         if (PROJECT / name).is_dir():
             shutil.copytree(PROJECT / name, folder / name, ignore=half_written)
@@ -134,7 +139,9 @@ def make_project(folder, training=FAKE_TRAINING):
 
 
 def make_venv(project):
-    """A .venv that has all that the tests' own environment has, stamped as 0.create_env.sh stamps it."""
+    """Makes a .venv with the packages of the tests' own environment, stamped like that of
+    0.create_env.sh.
+    """
     venv = project / ".venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin/python").symlink_to(os.path.realpath(sys.executable))
@@ -148,26 +155,28 @@ def make_venv(project):
 
 
 def starts(run):
-    """What each rank of the fake training program saw at each start, in order."""
+    """Returns what each rank of the fake training program recorded at each start, in order."""
     file = run / "starts.jsonl"
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
 def edit(file, old, new):
-    """Replaces what stands once in a file of a copied project."""
+    """Replaces a text that occurs once in a file of a copied project."""
     text = file.read_text()
     assert text.count(old) == 1
     file.write_text(text.replace(old, new))
 
 
 def shorten_the_corpus(folder):
-    """Makes the built-in data of a copy of the project smaller: all files of Python's library take half a minute."""
+    """Makes the built-in data of a copied project smaller, because Python's whole library takes
+    half a minute.
+    """
     every = 'sorted(root.rglob("*.py"), key=Path.as_posix)'
     edit(folder / "mamba_fsdp/importing/inputs.py", every, f"{every}[:250]")
 
 
 def shorten_the_silence(project):
-    """Makes who starts again wait for the lease of one that was killed for seconds, not for half a minute."""
+    """Lets a new start wait only seconds for the lease of a killed one, instead of half a minute."""
     lease = project / "mamba_fsdp/run/lease.py"
     edit(lease, "SECONDS_BETWEEN_RENEWALS = 5.0", "SECONDS_BETWEEN_RENEWALS = 0.2")
     edit(lease, "SECONDS_OF_SILENCE = 30.0", "SECONDS_OF_SILENCE = 8.0")

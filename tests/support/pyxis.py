@@ -1,4 +1,5 @@
-"""Stand-ins for Slurm's commands that do with a container what Pyxis does, as far as 1.train.sbatch can tell.
+"""Stand-ins for Slurm's commands that treat containers like Pyxis, as far as 1.train.sbatch can
+observe.
 
 Source: pyxis_slurmstepd.c, args.c, pyxis_slurmd.c of Pyxis 0.20 and 0.24, runtime.sh of Enroot 4.1.
 """
@@ -12,14 +13,14 @@ from types import SimpleNamespace
 
 from tests.support.processes import write_program
 
-# An image, whose superblock says 100 bytes.
+# An image with 100 bytes according to its superblock.
 SQUASHFS = b"hsqs" + bytes(36) + (100).to_bytes(8, "little") + bytes(52)
-# Those of srun that the launcher and docs/image.md use; auto-resume is HyperPod's.
+# The options of srun that the launcher and docs/image.md use; HyperPod adds auto-resume.
 SLURM_OPTIONS = set(
     "auto-resume cpu-bind export gpus gpus-per-node immediate job-name kill-on-bad-exit label no-kill nodelist nodes "
     "ntasks ntasks-per-node overlap wait".split()
 )
-# What Pyxis adds, and its version that brought it, as its history has it.
+# The options that Pyxis adds, with the version that introduced each, according to its changelog.
 PYXIS_OPTIONS = {
     "container-image": (0, 1),
     "container-mounts": (0, 1),
@@ -29,7 +30,7 @@ PYXIS_OPTIONS = {
     "container-name=...:no_exec": (0, 14),
     "container-env": (0, 15),
 }
-OLDEST_PYXIS = (0, 19)  # HyperPod's
+OLDEST_PYXIS = (0, 19)  # the version on HyperPod
 # Writes its words down, then runs the command as each node would, one after the other. The container lacks Slurm's
 # commands. What a test sets in the environment: BROKEN_NODES start no container; PREFLIGHT is the exit code of a preflight
 # that is not made; OUTCOMES are those of the trainings, one after the other, {} of one that is killed; at the command that
@@ -132,7 +133,7 @@ sys.exit(max(run(node) for node in nodes))
 JOB = """#!/bin/bash
 export SLURM_JOB_ID=77 SLURM_JOB_NODELIST="node[1-2]" SLURMD_NODENAME=node1 JOB_PID=$$
 """
-# Runs a copy of the script, at once.
+# Runs a copy of the script immediately.
 SBATCH = (
     JOB
     + """
@@ -178,30 +179,31 @@ esac
 
 
 def option(words, name):
-    """The value of an srun's option --name=VALUE, which must be there once."""
+    """Returns the value of an srun option --name=VALUE, which must occur exactly once."""
     (value,) = [word.split("=", 1)[1] for word in words if word.startswith(f"--{name}=")]
     return value
 
 
 def mounted(words):
-    """The folders that an srun mounts in its container, which are seen under their own names."""
+    """Returns the folders that an srun mounts in its container under their own names."""
     pairs = [mount.split(":") for mount in option(words, "container-mounts").split(",")]
     assert all(source == target for source, target in pairs)
     return [source for source, _ in pairs]
 
 
 def make_cluster(folder, project):
-    """A cluster of node1 and node2 that runs job 77: submit(*words, script=..., **environment) as Slurm would.
+    """A cluster of node1 and node2 that runs job 77, with these attributes:
 
-    submit gives (finished process, [the words of each srun], [the node of each unpacking]); trainings(): what the
-    settings of each training came to; containers(node): the names
-    of those that are there; environment: with which any program finds the commands; image: the folder of what a
-    container has of programs.
+    submit(*words, script=..., **environment) runs the script as Slurm would, and returns (finished
+    process, [the arguments of each srun], [the node of each unpacking]). trainings() returns the
+    resolved settings of each training. containers(node) returns the names of the containers on a
+    node. environment: the variables with which a program finds the commands. image: the folder of
+    the programs in a container.
     """
     commands, image = folder / "commands", folder / "image"
     for path in (folder / "state/node1", folder / "state/node2"):
         path.mkdir(parents=True)
-    # With the stamp beside it.
+    # The environment has its stamp file.
     write_program(image / "python3", f'#!/bin/sh\nexec "{project}/.venv/bin/python" "$@"\n')
     for name in ("bash", "env", "sh", "basename", "dirname", "readlink", "hostname"):
         (image / name).symlink_to(shutil.which(name))

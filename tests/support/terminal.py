@@ -1,4 +1,4 @@
-"""A pseudo-terminal for tests: what a program shows there, and what becomes of it when the terminal closes."""
+"""A pseudo-terminal for tests of a program's display and of its reaction to a closing terminal."""
 
 import codecs
 import fcntl
@@ -12,11 +12,11 @@ import termios
 import threading
 import time
 
-END = "\0"  # of what was written before it; shows as nothing
+END = "\0"  # marks the end of earlier output; a terminal does not show it
 
 
 class Terminal:
-    """A window of `columns` x 24. It reads all the time, as a window does."""
+    """A window of `columns` x 24 characters. Like a real window, it reads the output all the time."""
 
     def __init__(self, columns=80):
         self.master, self.slave = pty.openpty()
@@ -30,7 +30,9 @@ class Terminal:
         return os.fdopen(os.dup(self.slave), "w")
 
     def start(self, command, **options):
-        """A Popen of a command whose controlling terminal this is; it gets the signals of keys and of closing."""
+        """Starts a command with this controlling terminal, which sends it the signals of keys and
+        of closing. Returns the Popen.
+        """
         take = (
             "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
             "os.execvp(sys.argv[1], sys.argv[1:])"
@@ -48,7 +50,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def text(self):
-        """What was written until now."""
+        """Returns the output until now."""
         self.asked += 1
         os.write(self.slave, END.encode())
         while self.screen.count(END) < self.asked:
@@ -57,7 +59,7 @@ class Terminal:
         return self.screen.replace(END, "")
 
     def close(self):
-        """Closes the window. Twice does no harm."""
+        """Closes the window. Closing it again has no effect."""
         if not self.closing.is_set():
             self.closing.set()
             self.reader.join()
@@ -65,12 +67,16 @@ class Terminal:
             os.close(self.master)
 
     def _read(self):
-        decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end within a character
+        decoder = codecs.getincrementaldecoder(
+            "utf-8"
+        )()  # a read can end inside a multi-byte character
         while not self.closing.is_set():
             if select.select([self.master], [], [], 0.05)[0]:
                 self.screen += decoder.decode(os.read(self.master, 65536))
 
 
 def drawings(text):
-    """Every drawing of a row by itself: `\\r` and line ends part them. Blank ones, which wipe a row, are left out."""
+    """Splits the output into the drawings of a row, which end with `\\r` or a line end. Blank
+    drawings are omitted.
+    """
     return [row.rstrip() for row in re.split(r"[\r\n]+", text) if row.strip()]
