@@ -137,9 +137,8 @@ def find_torch_code() -> str:
 
     if not torch.cuda.is_available():
         raise NotPresent("no GPU")
-    architectures = (
-        torch.cuda.get_arch_list()
-    )  # such as sm_90, or sm_90a with architecture-specific features
+    # The list contains names such as sm_90, and sm_90a for code with architecture-specific features.
+    architectures = torch.cuda.get_arch_list()
     about = torch.cuda.get_device_properties(0)
     numbers = [int(re.sub(r"\D", "", name)) for name in architectures]
     if not any(n // 10 == about.major and n % 10 <= about.minor for n in numbers):

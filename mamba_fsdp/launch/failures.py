@@ -48,9 +48,8 @@ class Failure:
         if isinstance(process.message, dict):
             error = process.message["extraInfo"]
             if code < 0:
-                exit_code = int(
-                    error.get("exit_code", 1)
-                )  # written by this project; torch does not record it
+                # The rank adds its own exit code to the error file, because torch does not record it.
+                exit_code = int(error.get("exit_code", 1))
             moment = os.stat(process.error_file).st_mtime
             reason = error["py_callstack"].rstrip()
             exception = process.message["message"].partition("\n")[0]

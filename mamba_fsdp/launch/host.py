@@ -170,9 +170,8 @@ def choose_environment(named: str) -> Environment:
 
     Raises LaunchError if none of them exists, or if the image is unusable.
     """
-    image = os.path.join(
-        PROJECT, named or DEFAULT_IMAGE
-    )  # an absolute path: Pyxis looks up other names in a registry
+    # The path is absolute, because Pyxis looks up other names in a registry.
+    image = os.path.join(PROJECT, named or DEFAULT_IMAGE)
     if os.path.isfile(image):
         check_image(image)
         return Environment("python3", image)

@@ -13,9 +13,8 @@ import signal
 
 interrupt = signal.getsignal(signal.SIGINT)
 if interrupt == signal.default_int_handler:  # the signal is ignored, for example, under nohup
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # so that Ctrl-C during the imports prints no traceback
+    # Ctrl-C during the imports then ends the process without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import os
 import sys
@@ -52,9 +51,8 @@ DEMO_ARGS = ["--config=config/demo.yaml"]  # used without arguments
 
 def main(called: str, args: List[str]) -> int:
     """Runs the training, the check or the help page that the arguments request. Returns the exit code."""
-    os.environ.setdefault(
-        "COMMAND_BEGAN", str(int(time.time()))
-    )  # goodput is measured from this time
+    # The goodput of the run is measured from this time.
+    os.environ.setdefault("COMMAND_BEGAN", str(int(time.time())))
     variables = read_variables(os.environ)
     slurm.clear_option_variables()
     set_python_variables()

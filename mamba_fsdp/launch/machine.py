@@ -81,9 +81,8 @@ def find_interface_to(hosts: Iterable[str]) -> str:
             here = probe.getsockname()[0]
             if host == LOOPBACK or not here.startswith("127."):
                 for _, name in socket.if_nameindex():
-                    with contextlib.suppress(
-                        OSError
-                    ):  # raised for interfaces without an IPv4 address
+                    # Interfaces without an IPv4 address raise OSError.
+                    with contextlib.suppress(OSError):
                         answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
                         if socket.inet_ntoa(answer[20:24]) == here:
                             return name

@@ -176,9 +176,8 @@ def publish_outcome(folder: Path, outcome: TrainingOutcome, failure: Failure | N
     if write_shared_json(file, outcome._asdict()):
         return outcome.code
     print(f"error: can't write {file}\n{outcome.error}", end="", file=sys.stderr, flush=True)
-    return (
-        outcome.code or StorageError.exit_code
-    )  # not 0, or the other nodes would wait for the file
+    # The exit code must not be 0, or the other nodes would wait for the file.
+    return outcome.code or StorageError.exit_code
 
 
 def wait_for_outcome(folder: Path) -> None:

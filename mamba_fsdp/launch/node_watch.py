@@ -58,9 +58,8 @@ class NodeWatch:
         self.is_over = False
         self.connected: Dict[str, socket.socket] = {}
         self.addresses: Dict[str, str] = {}  # IP addresses of the nodes whose guard has connected
-        self.suspects: Set[str] = (
-            set()
-        )  # nodes whose guard has ended and that have not responded since
+        # The nodes whose guard has ended and that have not responded since then.
+        self.suspects: Set[str] = set()
         self.lock = threading.Lock()
         self.to_remove: List[str] = []
         self.port = slurm.slurmd_port()
@@ -191,10 +190,9 @@ def is_reachable(node: str, port: int) -> bool:
     """
     try:
         socket.create_connection((node, port), timeout=REACHABLE_TIMEOUT_SECONDS).close()
-    except (
-        ConnectionRefusedError,
-        socket.gaierror,
-    ):  # gaierror: without a name server, the loss can't be confirmed
+    except (ConnectionRefusedError, socket.gaierror):
+        # A failed look-up of the name does not count as a loss either, because the cause can be the
+        # name server.
         return True
     except OSError:
         return False

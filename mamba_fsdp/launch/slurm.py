@@ -263,9 +263,8 @@ def release_nodes(job: Job, kept: Sequence[str]) -> bool:
     is queued again before Slurm has noticed it, Slurm 22.05 holds the job forever (BadConstraints).
     Slurm refuses to release the node of the job's script.
     """
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # scontrol writes two scripts to the working directory
+    # scontrol writes two scripts to its working directory, so that is a temporary folder.
+    with tempfile.TemporaryDirectory() as folder:
         return _update(job, {"NodeList": ",".join(kept)}, folder)
 
 

@@ -224,9 +224,8 @@ def stop_file_writer(file: str, text: Callable[[], str]) -> Iterator[Callable[[]
     def write() -> None:
         while not over.is_set():
             try:
-                unfinished = (
-                    file + ".unfinished"
-                )  # renamed at the end, so that ranks never read a part of it
+                # The file is renamed when it is complete, so that ranks never read a part of it.
+                unfinished = file + ".unfinished"
                 with open(unfinished, "w") as stop:
                     stop.write(text())
                 os.replace(unfinished, file)

@@ -12,10 +12,8 @@ import threading
 from pathlib import Path
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}  # requests to stop
-HANDLED_SIGNALS = STOP_SIGNALS | {
-    signal.SIGQUIT,
-    signal.SIGCHLD,
-}  # SIGQUIT: stop without a checkpoint
+# SIGQUIT ends the ranks without a checkpoint.
+HANDLED_SIGNALS = STOP_SIGNALS | {signal.SIGQUIT, signal.SIGCHLD}
 KILLED_CODES = (os.CLD_KILLED, os.CLD_DUMPED)
 
 
@@ -40,9 +38,8 @@ class Watcher(threading.Thread):
                 has_failed = event.si_code in KILLED_CODES or (
                     event.si_code == os.CLD_EXITED and event.si_status
                 )
-                if (
-                    has_failed and not self.killed
-                ):  # after that, ranks fail because this thread kills them
+                # Later failures are those of ranks that this thread has killed.
+                if has_failed and not self.killed:
                     self.killed = send(signal.SIGKILL) - {event.si_pid}
             elif not child_pids():  # no ranks yet, or they have all ended
                 first = self.request or event.si_signo
