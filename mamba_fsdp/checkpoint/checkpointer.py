@@ -140,8 +140,8 @@ class Checkpointer:
         The ranks need not call it at the same time. Raises UserError if there is too little memory or disk space.
         """
         if self.world.rank == 0:
-            self._free_disk(shards)
-        self._host_memory(
+            self._free_disk_space(shards)
+        self._allocate_host_memory(
             [shard.data[start:stop] for shard, start, stop in self._ranges_to_write(shards)]
         )
 
@@ -196,7 +196,7 @@ class Checkpointer:
             tensors[name] = StoredTensor(list(shard.shape), dtype, 0)
 
         def make_folder() -> Path:
-            self._free_disk(shards)
+            self._free_disk_space(shards)
             folder = self.lease.staging / step_name(step)
             with self.lease.guard():
                 folder.mkdir(exist_ok=True)  # an earlier save that failed can have left the folder
@@ -217,7 +217,7 @@ class Checkpointer:
         The writing thread calls this function.
         """
         tensors = [tensor for _, _, tensor in pieces]
-        buffers = self._host_memory(tensors)
+        buffers = self._allocate_host_memory(tensors)
         if self.world.device.type == "cuda":
             stream = torch.cuda.Stream()
             save.copied = torch.cuda.Event()
@@ -239,7 +239,7 @@ class Checkpointer:
 
         return wait_for_copies
 
-    def _host_memory(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _allocate_host_memory(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns uninitialized tensors in host memory, one like each of the 1-D `tensors`.
 
         They are views of one buffer. It is allocated once, because only one save is in progress at a time. On a GPU
@@ -345,7 +345,7 @@ class Checkpointer:
 
     # Only rank 0 calls the methods below.
 
-    def _free_disk(self, shards: Sequence[Shard]) -> None:
+    def _free_disk_space(self, shards: Sequence[Shard]) -> None:
         """Makes room on the disk for a checkpoint of all ranks, see Retention.free_space."""
         self.retention.free_space(
             sum(math.prod(shard.shape) * shard.data.element_size() for shard in shards)
@@ -364,7 +364,7 @@ class Checkpointer:
                     f"the checkpoint of step {save.step} could not be saved in {self.folder}: ",
                 )
             with self.lease.guard():
-                size = self._complete(save, files)
+                size = self._write_metadata(save, files)
                 path = self.retention.move_into_place(save.folder)
         finally:
             delete(save.folder)
@@ -373,7 +373,7 @@ class Checkpointer:
         add_event(run, "checkpoint", save.step, self.lease.write, bytes=size, seconds=seconds)
         return path
 
-    def _complete(self, save: Save, files: Sequence[RankFile]) -> int:
+    def _write_metadata(self, save: Save, files: Sequence[RankFile]) -> int:
         """Writes state.json and COMMIT. Returns the size of all files in bytes, without COMMIT."""
         sizes = [tensor.element_count() for tensor in save.tensors.values()]
         ranges, numbers = find_ranges([file.pieces for file in files], sizes)

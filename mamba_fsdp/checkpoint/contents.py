@@ -78,14 +78,14 @@ class Contents:
             has_files = len(ranges.starts) == len(ranges.files)
             if not has_files or max(ranges.files, default=0) >= len(self.files):
                 raise ValueError("a piece is in no file that is listed")
-        whole = set()
+        checked = set()
         for name, tensor in self.tensors.items():
             if tensor.dtype not in DTYPES or tensor.ranges >= len(self.ranges):
                 raise ValueError(f"{name} has an unknown dtype or unknown ranges")
             cut = (tensor.ranges, tensor.element_count())
-            if cut not in whole and not is_partition(self.ranges[cut[0]].starts, cut[1]):
+            if cut not in checked and not is_partition(self.ranges[cut[0]].starts, cut[1]):
                 raise ValueError(f"the pieces of {name} do not cover the whole tensor")
-            whole.add(cut)
+            checked.add(cut)
 
 
 class BrokenCheckpointError(UserError):

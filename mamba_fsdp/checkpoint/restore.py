@@ -206,34 +206,34 @@ def find_checkpoint(
         )
 
 
-def load(whole: VerifiedCheckpoint, shards: Sequence[Shard], world: World) -> None:
+def load(checkpoint: VerifiedCheckpoint, shards: Sequence[Shard], world: World) -> None:
     """Loads a checkpoint into `shards`. Sharding strategy and world size can differ from those that saved it.
 
     Elements that were loaded during verification are not read again. The checkpoint must contain exactly the model's
     tensors among `shards`, and exactly the optimizer's tensors if there are any among `shards`. Raises UserError on all
     ranks if it does not, or if a file can't be read.
     """
-    _check_tensors(whole, shards)
-    reader = Reader(whole.path, whole.contents)
+    _check_tensors(checkpoint, shards)
+    reader = Reader(checkpoint.path, checkpoint.contents)
 
     def fill() -> None:
         for shard in shards:
             name = stored_name(shard.name)
             end = shard.start + len(shard.data)
-            for start, stop in find_gaps(shard.start, end, whole.filled.get(name, ())):
+            for start, stop in find_gaps(shard.start, end, checkpoint.filled.get(name, ())):
                 target = shard.data[start - shard.start : stop - shard.start]
                 target.copy_(reader.read(name, start, stop))
 
     world.on_all_ranks(fill)
 
 
-def _check_tensors(whole: VerifiedCheckpoint, shards: Sequence[Shard]) -> None:
+def _check_tensors(checkpoint: VerifiedCheckpoint, shards: Sequence[Shard]) -> None:
     """Raises UserError, the same on each rank, if the checkpoint's tensors differ from the shards in name or shape."""
     wanted = {stored_name(shard.name): shard.shape for shard in shards}
     kinds = {name.split("/")[0] for name in wanted}
     stored = {
         name: tensor.shape
-        for name, tensor in whole.contents.tensors.items()
+        for name, tensor in checkpoint.contents.tensors.items()
         if name.split("/")[0] in kinds
     }
-    check_same_tensors(whole.path, wanted, stored)
+    check_same_tensors(checkpoint.path, wanted, stored)

@@ -21,30 +21,30 @@ from mamba_fsdp.text import format_quantity
 FUTURE_CHECKPOINTS = "the next checkpoints"
 
 
-def list_removable(whole: Sequence[Path], keep: int) -> list[Path]:
+def list_removable(checkpoints: Sequence[Path], keep: int) -> list[Path]:
     """Returns the checkpoints that can be removed: all except the newest `keep` and those with a KEEP marker.
 
-    whole: undamaged checkpoints, oldest first.
+    checkpoints: undamaged checkpoints, oldest first.
     """
-    return [path for path in whole[:-keep] if not exists(path / KEEP_MARKER)]
+    return [path for path in checkpoints[:-keep] if not exists(path / KEEP_MARKER)]
 
 
 def check_disk_space(
     folder: Path,
-    whole: Sequence[Path],
+    checkpoints: Sequence[Path],
     needed: int,
     count: int = 1,
     what: str = FUTURE_CHECKPOINTS,
 ) -> None:
     """Raises UserError if the disk of `folder` can't store `count` times `needed` bytes.
 
-    The space of old checkpoints among `whole` that can be removed is counted as free. what: names the data in the
+    The space of old checkpoints among `checkpoints` that can be removed is counted as free. what: names the data in the
     message.
     """
     usage = retry_io(partial(shutil.disk_usage, folder), folder)
     free = usage.free
     if free < count * needed:
-        free += sum(map(size_of, list_removable(whole, 1)))
+        free += sum(map(size_of, list_removable(checkpoints, 1)))
     if free < count * needed and usage.total:  # some file systems do not report sizes, and return 0
         fewer = " lower keep_checkpoints," if count > 1 else ""
         raise UserError(
@@ -68,17 +68,17 @@ class Retention:
     report: Report
     broken: set[str] = field(default_factory=set)  # names of damaged checkpoints
 
-    def move_into_place(self, whole: Path) -> Path:
+    def move_into_place(self, staged: Path) -> Path:
         """Moves a new checkpoint from the staging folder to its final path, then removes old checkpoints.
 
         Returns the final path. Raises LeaseLostError if this process has lost the lease, and OSError.
         """
-        final = self.folder / whole.name
+        final = self.folder / staged.name
         if self._must_keep(final):
-            retry_io((whole / KEEP_MARKER).touch, whole / KEEP_MARKER)
+            retry_io((staged / KEEP_MARKER).touch, staged / KEEP_MARKER)
         if exists(final):  # it is damaged: otherwise the run would have resumed from it
             self.lease.remove(final)
-        self.lease.move(whole, final)
+        self.lease.move(staged, final)
         sync_folder(self.folder)
         self.broken.discard(final.name)
         self.prune(self.keep)
@@ -106,9 +106,9 @@ class Retention:
 
         If removing all that can be removed is not enough, removes none and raises UserError.
         """
-        whole = self._list_usable()
-        check_disk_space(self.folder, whole, needed, what=what)
-        for keep in range(min(self.keep, len(whole)), 0, -1):
+        checkpoints = self._list_usable()
+        check_disk_space(self.folder, checkpoints, needed, what=what)
+        for keep in range(min(self.keep, len(checkpoints)), 0, -1):
             usage = retry_io(partial(shutil.disk_usage, self.folder), self.folder)
             if usage.free < needed:
                 self.prune(keep, what)

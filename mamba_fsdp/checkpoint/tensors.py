@@ -45,9 +45,9 @@ class TensorSource(ABC):
 class CheckpointTensors(TensorSource):
     """Reads the tensors of the model from a checkpoint."""
 
-    def __init__(self, whole: VerifiedCheckpoint) -> None:
-        self.source = whole.path
-        self.reader = Reader(whole.path, whole.contents)
+    def __init__(self, checkpoint: VerifiedCheckpoint) -> None:
+        self.source = checkpoint.path
+        self.reader = Reader(checkpoint.path, checkpoint.contents)
         self.shapes = {}
         for stored, tensor in self.reader.contents.tensors.items():
             if is_model(stored):

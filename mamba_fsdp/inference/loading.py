@@ -13,7 +13,7 @@ from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.model import fill_shards
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.trainer.kernel_selection import choose_for_inference
+from mamba_fsdp.trainer.kernel_selection import select_for_inference
 from mamba_fsdp.trainer.setup import build_model
 
 
@@ -50,7 +50,7 @@ def load(source: str | Path, *, model_name: str = "", reset_at_documents: bool =
     cpp.tune_process(world.device.type)
     weights = read_weights(source, model_name=model_name)
     settings = TrainConfig(weights.config).with_values(reset_at_documents=reset_at_documents)
-    choice = choose_for_inference(settings, world.device)
+    choice = select_for_inference(settings, world.device)
     parallel = build_model(settings, world, choice.backends)
     fill_shards(parallel.shards(), weights.slice)
     return Loaded(parallel.model.eval().requires_grad_(False), weights)

@@ -185,11 +185,11 @@ def find_operators() -> str:
     from mamba_fsdp.inference.loading import inference_world
     from mamba_fsdp.model.config import ModelConfig
     from mamba_fsdp.settings.train_config import TrainConfig
-    from mamba_fsdp.trainer.kernel_selection import choose_for_inference
+    from mamba_fsdp.trainer.kernel_selection import select_for_inference
 
     settings = TrainConfig(ModelConfig(layers="mamba1,mamba2,attention", d_model=256))
     device = inference_world().device
-    return f"{device}: {choose_for_inference(settings, device)}"
+    return f"{device}: {select_for_inference(settings, device)}"
 
 
 CHECKS: Sequence[Check] = (

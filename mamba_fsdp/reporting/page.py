@@ -38,7 +38,7 @@ def make_page(folders: Sequence[Path], tokenizers_differ: bool = False) -> str:
             "name": run.name,
             "settings": run.settings,
             "events": arrange_events(run.events),
-            **run.others,
+            **run.other_records,
         }
         for run in runs
     ]

@@ -37,7 +37,7 @@ class RunSummary:
     events: list[dict]
     # status: see read_status. last: the latest value of each metric. best: the metrics entry of the best validation.
     # samples: {step: texts}. checkpoints: the list of steps.
-    others: dict[str, Any]
+    other_records: dict[str, Any]
 
     def restarts(self) -> list[dict]:
         """Returns the events of all starts except the first one."""
@@ -95,7 +95,7 @@ def summarise_run(folder: Path, name: str) -> RunSummary:
         for metric, value in flatten_numbers(entry).items():
             column = metrics.setdefault(metric, {})
             column[entry["step"]] = math.nan if value is None else value
-    others = {
+    other_records = {
         "status": read_status(folder),
         # Take the last step from the events too, because a run can end between two reports.
         "last": {
@@ -107,7 +107,7 @@ def summarise_run(folder: Path, name: str) -> RunSummary:
         "checkpoints": [step_of(path.name) for path in list_committed(folder / CHECKPOINTS)],
     }
     settings = _read_settings(folder / SETTINGS)
-    return RunSummary(name, metrics, settings, events, others)
+    return RunSummary(name, metrics, settings, events, other_records)
 
 
 def read_evaluations(folder: Path) -> list[dict]:

@@ -131,9 +131,8 @@ class Lease:
         self.target = target or file.parent
         self.staging = hidden_beside(file)
         self.content: bytes | None = None  # the file's content while this process owns the lease
-        self.expired: LeaseSnapshot | None = (
-            None  # the snapshot that `is_renewed` found not renewed
-        )
+        # The snapshot that `is_renewed` found not renewed.
+        self.expired: LeaseSnapshot | None = None
         self.closed = threading.Event()
         self.renewal: threading.Thread | None = None
 

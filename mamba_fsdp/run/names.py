@@ -16,9 +16,8 @@ import re
 from typing import Callable, List, Optional
 
 SETTINGS = "config.yaml"
-SETTINGS_COPY = (
-    "config.{}.yaml"  # numbered settings of a start; events.jsonl names the file of each start
-)
+# Numbered settings of a start; events.jsonl names the file of each start.
+SETTINGS_COPY = "config.{}.yaml"
 METRICS = "metrics.jsonl"
 STEPS = "steps.jsonl"  # loss and gradient norm of every step, in full precision
 EVENTS = "events.jsonl"  # starts, ends, checkpoints and faults, over all restarts

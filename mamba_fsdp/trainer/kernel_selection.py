@@ -313,7 +313,7 @@ def is_reproducible(settings: TrainConfig, backends: Mapping[str, str]) -> bool:
     return settings.training.deterministic or not (fused or settings.model.has_mixer("attention"))
 
 
-def choose_for_inference(settings: TrainConfig, device: torch.device) -> BackendChoice:
+def select_for_inference(settings: TrainConfig, device: torch.device) -> BackendChoice:
     """Selects the backends for inference. Nothing is timed or stored."""
     selector = KernelSelector(settings, device)
     selector.layers.tests = []

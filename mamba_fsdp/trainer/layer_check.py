@@ -36,9 +36,8 @@ GPU_FILLING_SIZE = 32768
 # or more. In fp32, matrix products in TF32 exceed the tolerance.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 MARGIN = 4
-MAX_TOLERANCE = (
-    0.5  # the upper limit of MARGIN times the error: on a faulty GPU, plain PyTorch is wrong too
-)
+# The upper limit of MARGIN times the error: on a faulty GPU, plain PyTorch is wrong too.
+MAX_TOLERANCE = 0.5
 TIMED_ROUNDS = 7
 
 Results = dict[str, torch.Tensor]

@@ -68,9 +68,8 @@ class MetricsLogger(contextlib.ExitStack):
         self.first_step = step + 1
         self.interval = settings.report.report_interval.steps(context.schedule.tokens_per_step)
         self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
-        self.peak_flops = (
-            None  # the peak FLOP/s of all devices together; None for an unknown device
-        )
+        # The peak FLOP/s of all devices together; None for an unknown device.
+        self.peak_flops = None
         if world.device.type == "cuda":
             peak = device_peak(torch.cuda.get_device_name(world.device))
             self.peak_flops = peak and peak * world.size
@@ -157,7 +156,7 @@ class MetricsLogger(contextlib.ExitStack):
     def report_validation(
         self,
         step: int,
-        whole: LossMeasure,
+        total: LossMeasure,
         parts: dict[str, LossMeasure],
         share: float,
         seconds: float,
@@ -165,19 +164,19 @@ class MetricsLogger(contextlib.ExitStack):
     ) -> None:
         """Reports a validation.
 
-        step: the number of steps that the model has been trained for. whole: the result for all data. parts: the result
+        step: the number of steps that the model has been trained for. total: the result for all data. parts: the result
         for each source, if there are several. share: the share of the data that was read. seconds: how long the
         validation took. samples: texts that the model generated.
         """
         entry: dict = {
             "step": step,
-            "val_loss": whole.loss,
-            "val_perplexity": whole.perplexity,
-            "val_tokens": whole.tokens,
+            "val_loss": total.loss,
+            "val_perplexity": total.perplexity,
+            "val_tokens": total.tokens,
             "val_share": round(share, 6),
         }
-        if whole.bits_per_byte is not None:
-            entry["val_bits_per_byte"] = whole.bits_per_byte
+        if total.bits_per_byte is not None:
+            entry["val_bits_per_byte"] = total.bits_per_byte
         for name, part in parts.items():
             entry.setdefault("val_source_loss", {})[name] = part.loss
             if part.bits_per_byte is not None:
@@ -186,7 +185,7 @@ class MetricsLogger(contextlib.ExitStack):
             entry["samples"] = samples
         self._write(entry)
         self.console.print_line(
-            f"step {step}: validation {whole.describe()} ({describe_share(share)}, {seconds:.1f} s)"
+            f"step {step}: validation {total.describe()} ({describe_share(share)}, {seconds:.1f} s)"
         )
         longest = max(map(len, parts), default=0)
         for name, part in parts.items():

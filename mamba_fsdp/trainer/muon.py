@@ -27,9 +27,8 @@ MOMENTUM = 0.95
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the resulting singular values are between 0.7 and 1.2
 MIN_NORM = 1e-7
-ADAMW_RMS = (
-    0.2  # root mean square of the elements of AdamW's step at a learning rate of 1 (Liu et al.)
-)
+# Root mean square of the elements of AdamW's step at a learning rate of 1 (Liu et al.).
+ADAMW_RMS = 0.2
 
 
 def _assign_owners(slots: Iterable[ParameterSlot], ranks: int) -> list[list[ParameterSlot]]:

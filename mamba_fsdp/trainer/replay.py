@@ -36,9 +36,8 @@ from mamba_fsdp.trainer.step_stats import StepStats
 
 MAX_REPLAYED = 200  # steps, if the user does not give a number
 COMPARED_METRICS = {"loss", "grad_norm"}
-TOLERANCE = (
-    0.02  # relative difference allowed for losses and gradient norms if their bits can differ
-)
+# Relative difference allowed for losses and gradient norms if their bits can differ.
+TOLERANCE = 0.02
 NOT_BITWISE = "; not compared bit for bit, since it ran with"
 
 
@@ -49,7 +48,7 @@ class DifferenceError(UserError):
 
 
 @dataclass
-class Start:
+class StartEvent:
     """The event of the start that made the recorded steps."""
 
     HAS_OTHER_FIELDS = True
@@ -63,7 +62,7 @@ class Start:
     global_batch: int = at_least(1)
 
 
-class Span(NamedTuple):
+class StepRange(NamedTuple):
     """A range of steps that one start of a run made."""
 
     run: Path
@@ -71,13 +70,13 @@ class Span(NamedTuple):
     kept: dict[int, Path]  # {step: checkpoint}
     last: int  # the last step
     recorded: dict[int, dict[str, Any]]  # {step: its recorded numbers}
-    start: "Start"
+    start: StartEvent
 
 
 def replay(run: Path, first: int, count: int) -> None:
     """Repeats steps of a run, compares them with its records, and prints a line if they agree. All ranks call it.
 
-    The run folder is not changed, and its lease is not needed. first, count: see find_span.
+    The run folder is not changed, and its lease is not needed. first, count: see find_step_range.
 
     Raises DifferenceError with the first step or tensor that differs. Raises UserError if no steps can be repeated, if
     the data has changed, or if the checkpoint is damaged.
@@ -86,7 +85,7 @@ def replay(run: Path, first: int, count: int) -> None:
         cpp.tune_process(world.device.type)
         # A temporary folder, so that the run's own is not changed.
         folder = RunFolder(Path(place, "run"))
-        span = world.on_rank0(find_span, run, first, count)
+        span = world.on_rank0(find_step_range, run, first, count)
         start = world.on_rank0(prepare_replay, span, world, folder)
         with (
             contextlib.closing(folder.lease),
@@ -95,7 +94,7 @@ def replay(run: Path, first: int, count: int) -> None:
             compare(span, RunSetup(start, world, folder, discard_line).make_context())
 
 
-def find_span(run: Path, first: int, count: int) -> Span:
+def find_step_range(run: Path, first: int, count: int) -> StepRange:
     """Finds the steps to repeat: `count` steps after the checkpoint of step `first`, or fewer.
 
     There are fewer if less is recorded, or if the run was restarted in between. first: -1 means the second newest
@@ -129,15 +128,15 @@ def find_span(run: Path, first: int, count: int) -> Span:
             "checkpoint (keep_checkpoints and keep_every keep more)"
         )
     try:
-        start = from_json(Start, before[-1])
+        start = from_json(StartEvent, before[-1])
     except ValueError as error:
         raise UserError(
             f"{run / EVENTS}: the event of the start at step {before[-1]['step']} is damaged: {error}"
         ) from None
-    return Span(run, first, kept, last, recorded, start)
+    return StepRange(run, first, kept, last, recorded, start)
 
 
-def prepare_replay(span: Span, world: World, scratch: RunFolder) -> StartingPoint:
+def prepare_replay(span: StepRange, world: World, scratch: RunFolder) -> StartingPoint:
     """Prepares the temporary run folder, and returns the starting point of the replay. Only rank 0 calls it.
 
     scratch: the path of the temporary run folder, to be created. Raises UserError if settings, data and checkpoint do
@@ -163,7 +162,7 @@ def prepare_replay(span: Span, world: World, scratch: RunFolder) -> StartingPoin
     return replace(start, origin=Origin("load_ckpt_path", str(checkpoint), is_checkpoint=True))
 
 
-def compare(span: Span, context: TrainContext) -> None:
+def compare(span: StepRange, context: TrainContext) -> None:
     """Repeats the steps, and prints a line if they agree. Raises DifferenceError at the first difference."""
     console = Console(enabled=context.world.rank == 0)
     since = describe_changed_environment(span.start, context)
@@ -204,7 +203,7 @@ def check_data(context: TrainContext) -> None:
             source.verify(only_used=True)
 
 
-def describe_changed_environment(start: Start, context: TrainContext) -> str:
+def describe_changed_environment(start: StartEvent, context: TrainContext) -> str:
     """Describes differences between the environments of the run and of this replay that can change the bits of a step.
 
     Returns "" if nothing differs. A change of the code is mentioned, but often does not change the bits.

@@ -40,9 +40,8 @@ from mamba_fsdp.trainer.watchdog import watchdog
 # measure_tokens_per_second takes at least this many steps, and continues for at least this many seconds.
 MIN_TIMED_STEPS = 5
 MIN_TIMED_SECONDS = 6.0
-UNTIMED_STEPS = (
-    2  # the first steps are not timed, because they allocate buffers and compile kernels
-)
+# The first steps are not timed, because they allocate buffers and compile kernels.
+UNTIMED_STEPS = 2
 WriteModel = Callable[[Path, Path], object]  # (checkpoint, new folder to write)
 
 
@@ -122,7 +121,7 @@ def _run_training(
                 context = setup.make_context()
                 state = context.state
                 with contextlib.closing(context.checkpointer):
-                    stopped = train(context, folder, stop, console)
+                    stopped = run_loop(context, folder, stop, console)
                 checkpoint = context.checkpointer.last
                 needed = PUBLISHING_BYTES_PER_PARAMETER * parameter_count(context.settings.model)
                 make_room = partial(
@@ -180,7 +179,7 @@ def translate_error(error: BaseException, rank: int, has_stepped: bool) -> BaseE
     return UserError(message)
 
 
-def train(context: TrainContext, folder: RunFolder, stop: StopRequest, console: Console) -> str:
+def run_loop(context: TrainContext, folder: RunFolder, stop: StopRequest, console: Console) -> str:
     """Runs the training loop, and records its start and its end in the run folder.
 
     Returns the reason to stop early, or "" if the run has all its steps.
@@ -238,12 +237,12 @@ def record_start(context: TrainContext, folder: RunFolder, shards: Sequence[Shar
         )
         folder.read_node_losses()
         shares = context.data.shares
-        whole = sum(shares.values())
+        total = sum(shares.values())
         facts: dict[str, object] = {
-            "from": context.start.begins,
+            "from": context.start.origin_description,
             **context.environment_fingerprint(),
             "settings": folder.write_settings(resolve.as_yaml(settings)),
-            "weights": {name: round(share / whole, 4) for name, share in shares.items()},
+            "weights": {name: round(share / total, 4) for name, share in shares.items()},
             "peak_learning_rate": settings.optimizer.learning_rate,
             "seconds_to_start": round(time.time() - settings.began, 1),
             "seconds_of_earlier_commands": round(folder.earlier_seconds, 1),

@@ -62,7 +62,7 @@ class Saver:
         if final:
             self.wait()
             with self._attempt(0):
-                self._begin()
+                self._start_save()
                 checkpointer.wait()
             return
         with self._attempt(self.max_failures):
@@ -70,9 +70,9 @@ class Saver:
         if self.is_due(step):
             self.next_attempt = step + self.pause
             with self._attempt(self.max_failures):
-                self._begin()
+                self._start_save()
 
-    def _begin(self) -> None:
+    def _start_save(self) -> None:
         context = self.context
         state = context.state
         # Metrics of steps before a committed checkpoint must not be lost, because the steps are not repeated.

@@ -215,9 +215,11 @@ class RunSetup:
             self.use_checkpoint(checkpointer.resume(shards, found).path, self.world)
         elif found:
             path = start.origin.path
-            whole = find_checkpoint(path, self.world, self.print_line, shards=shards, found=found)
-            load(whole, shards, self.world)
-            self.use_checkpoint(whole.path, self.world)
+            verified = find_checkpoint(
+                path, self.world, self.print_line, shards=shards, found=found
+            )
+            load(verified, shards, self.world)
+            self.use_checkpoint(verified.path, self.world)
         elif start.weights:
             start.weights.open(
                 self.world, lambda weights: fill_shards(parallel.shards(), weights.slice)

@@ -81,7 +81,7 @@ class StartingPoint:
     checkpoint: CheckpointCandidate | None  # initializes model and optimizer
     # Initializes the model. Without a checkpoint and weights, it is initialized at random.
     weights: Weights | None
-    begins: str  # description of the checkpoint or the weights, for the log
+    origin_description: str  # description of the checkpoint or the weights, for the log
     data: RunData
     state: TrainState  # the train state before the first step; training changes a copy
     schedule: RunSchedule | None  # None in a dry run if data/builtin is missing
@@ -119,8 +119,8 @@ def find_starting_point(
     check_vocabulary(settings, origin, weights, data)
     lines: list[str] = []
     print_data(settings, data, origin, lines.append)
-    state, begins = initial_state(settings, origin, checkpoint, saved, weights, data)
-    print_origin(settings, origin, checkpoint, begins, lines.append)
+    state, description = initial_state(settings, origin, checkpoint, saved, weights, data)
+    print_origin(settings, origin, checkpoint, description, lines.append)
     schedule = None
     validation_due = False
     if data.sources:
@@ -140,7 +140,7 @@ def find_starting_point(
         origin=origin,
         checkpoint=checkpoint,
         weights=weights,
-        begins=begins,
+        origin_description=description,
         data=data,
         state=state,
         schedule=schedule,
@@ -263,7 +263,7 @@ def print_origin(
     settings: TrainConfig,
     origin: Origin,
     checkpoint: CheckpointCandidate | None,
-    begins: str,
+    origin_description: str,
     print_line: PrintLine,
 ) -> None:
     """Prints the checkpoint or the weights that the run starts from. Prints nothing if they are random."""
@@ -275,7 +275,7 @@ def print_origin(
             other = f"; {first} applied to its first start only"
         print_line(f"resumes    from {checkpoint.path}, step {checkpoint.contents.step}{other}")
     elif origin.setting:
-        print_line(f"starting   from {begins}")
+        print_line(f"starting   from {origin_description}")
     elif first:
         print_line(
             f"starting   from random weights: load_ckpt_path {first} is the run folder and has no checkpoint yet"

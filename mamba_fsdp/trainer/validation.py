@@ -83,15 +83,15 @@ def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: S
         seconds = time.perf_counter() - began
         if context.validation_bytes is None:
             context.validation_bytes = world.on_rank0(_count_predicted_bytes, context, limit)
-        whole, parts = measure_sources(sums, context.validation_bytes)
+        total, parts = measure_sources(sums, context.validation_bytes)
         if len(context.data.sources) == 1:
             parts = {}
-        share = whole.tokens / sum(labels)
-        logger.report_validation(step, whole, parts, share, seconds, write_samples(context))
-    if not math.isfinite(whole.loss):
+        share = total.tokens / sum(labels)
+        logger.report_validation(step, total, parts, share, seconds, write_samples(context))
+    if not math.isfinite(total.loss):
         saver.wait()
         raise UserError(
-            f"the validation loss after step {step} is {whole.loss}: training has diverged. Lower learning_rate; the same "
+            f"the validation loss after step {step} is {total.loss}: training has diverged. Lower learning_rate; the same "
             "command then resumes from the newest checkpoint"
         )
     return True
@@ -105,13 +105,13 @@ def measure_sources(
     sizes: {source: bytes of its text}, 0 if unknown. If one of them is unknown, so is the total. Raises UserError if
     the sum of all weights is 0.
     """
-    whole = LossSums(*(sum(column) for column in zip(*sums.values())))
+    total = LossSums(*(sum(column) for column in zip(*sums.values())))
     size = sum(sizes.values()) if all(sizes.values()) else 0.0
     parts = {}
     for name, part in sums.items():
         if part.weight:
             parts[name] = part.measure(sizes[name])
-    return whole.measure(size), parts
+    return total.measure(size), parts
 
 
 def _count_predicted_bytes(context: TrainContext, limit: int) -> dict[str, float]:

@@ -457,10 +457,10 @@ def test_a_model_that_answers_tries_no_more_than_it_needs(monkeypatch, rivals):
     for broken in ("scan", "conv"):
         monkeypatch.setitem(FUNCTIONS[broken][0].BACKENDS, "triton", changed(broken, fail))
     settings = TrainConfig(ModelConfig(layers="mamba1", d_model=32, dt_rank=4))
-    choice = kernel_selection.choose_for_inference(settings, CPU)
+    choice = kernel_selection.select_for_inference(settings, CPU)
     assert str(choice) == "cpp: conv, scan; reference: norm, loss"
     monkeypatch.setitem(conv.BACKENDS, "cpp", changed("conv", fail))
-    choice = kernel_selection.choose_for_inference(settings, CPU)
+    choice = kernel_selection.select_for_inference(settings, CPU)
     assert str(choice).startswith("reference: conv, norm, loss; cpp: scan; conv not cpp: ")
     assert "conv not triton: RuntimeError: out of resources" in str(choice)
 
