@@ -31,8 +31,8 @@ class TensorSource(ABC):
         """Returns a stored tensor as a 1-D tensor. Raises UserError if it is not a dense floating-point tensor."""
         if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in WEIGHT_DTYPES:
             raise UserError(
-                f"{self.source}: {name} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; weights are dense "
-                "floating-point numbers in memory"
+                f"{self.source}: {name} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; weights must be "
+                "dense floating-point tensors in memory"
             )
         return tensor.reshape(-1)
 

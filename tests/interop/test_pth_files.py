@@ -166,7 +166,7 @@ def test_what_is_no_weight_is_told_in_a_line(path):
         torch.ones(2).long(),
     ):
         saved({"weight": tensor})(path)
-        with pytest.raises(UserError, match="file.pth: weight is .* weights are dense"):
+        with pytest.raises(UserError, match="file.pth: weight is .* weights must be dense"):
             PthTensors(path).get("weight")
 
 
