@@ -1,9 +1,10 @@
 """python -m mamba_fsdp average RUN [OUT] [--OPTION=VALUE ...]
 
-Write the mean of checkpoints of RUN, in fp32, into the new folder OUT (default:
-RUN-average): a model that evaluate, generate, export and --init_from take. If
-the learning rate was constant, it is about the model that a decay would give
-(docs/checkpoints.md). The setting keep_every keeps checkpoints for it.
+Write the mean of several checkpoints of RUN, in fp32, into the new folder OUT
+(default: RUN-average). The result is a model for evaluate, generate, export and
+--init_from. After training with a constant learning rate, it is about as good
+as the model after a learning rate decay (docs/checkpoints.md). Use the setting
+keep_every to keep checkpoints for it.
 """
 
 import math
@@ -21,13 +22,13 @@ from mamba_fsdp.verbs import evaluate
 @dataclass
 class Options:
     last: int = setting(5, at_least=2)
-    """How many of the newest checkpoints."""
+    """Number of newest checkpoints to average."""
     steps: list[int] = setting([])
-    """The steps of the checkpoints instead, as in 1000,2000,3000."""
+    """Steps of the checkpoints to average, for example 1000,2000,3000. Empty: the newest ones."""
     weights: list[float] = setting([])
-    """A weight for each checkpoint, oldest first, as in 1,2,3. Empty: all count the same."""
+    """Weight of each checkpoint, the oldest first, for example 1,2,3. Empty: equal weights."""
     evaluate: str = setting("", is_path=True)
-    """Data: evaluates each checkpoint and the mean on it, as `evaluate MODEL DATA` does."""
+    """Data on which to evaluate each checkpoint and the mean, as with `evaluate MODEL DATA`."""
 
 
 def main(run: str, out: str = "", *, options: Options) -> None:
@@ -39,16 +40,16 @@ def main(run: str, out: str = "", *, options: Options) -> None:
     chosen = [kept[step] for step in steps if step in kept]
     if len(chosen) < max(2, count):
         raise UserError(
-            f"{run} does not keep the {count} checkpoints asked for; it keeps: {', '.join(map(str, kept))}"
+            f"{run} does not have the {count} checkpoints asked for; it has those of steps {', '.join(map(str, kept))}"
         )
     weights = options.weights or [1.0] * count
     total = sum(weights)
     if len(weights) != count or min(weights) < 0 or not 0 < total < math.inf:
         raise UserError(
-            f"--weights: give {count} numbers, one for each checkpoint, 0 or more, not all 0, and not too large to add"
+            f"--weights: give {count} numbers, one for each checkpoint; none negative, not all 0, and their sum finite"
         )
     if options.evaluate:
-        evaluate.stores_in(options.evaluate, run)  # refuses what is no data
+        evaluate.find_stores(options.evaluate, run)  # raises UserError early if it is not data
     from mamba_fsdp.interop.convert import write_mean
 
     out = out or f"{Path(run)}-average"

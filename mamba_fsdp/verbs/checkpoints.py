@@ -1,11 +1,11 @@
 """python -m mamba_fsdp checkpoints RUN [--verify]
 
-List the checkpoints of a run, or one checkpoint: step, tokens, size, time of
-commit, and whether it is whole. `kept` marks a checkpoint that is never
-removed (keep_every). An unfinished checkpoint is being written, or a killed
-process left it; the next start of the run removes it.
+List the checkpoints of a run, or describe one checkpoint: step, tokens, size,
+time of commit, and whether it is intact. `kept` marks a checkpoint that is
+never removed (keep_every). An unfinished checkpoint is still being written, or
+a killed process left it; the next start of the run removes it.
 
-Exit codes: 0 all are whole, 1 one is broken, 2 there is none.
+Exit codes: 0 all are intact, 1 at least one is broken, 2 there are none.
 """
 
 from contextlib import suppress
@@ -28,12 +28,12 @@ from mamba_fsdp.text import format_quantity
 @dataclass
 class Options:
     verify: bool = setting(False)
-    """Read every byte and compare it with the checksums. Without it, only the files' sizes are checked."""
+    """Read every byte and compare it with the checksums. Without it, only the sizes of the files are checked."""
 
 
 @dataclass
 class Row:
-    """A line of the list: one checkpoint."""
+    """One checkpoint, a line of the list."""
 
     step: int
     bytes: int
@@ -47,20 +47,20 @@ def main(run: str, options: Options) -> int:
     place = Path(run)
     console = Console()
     finished = [place]
-    begun = []
+    unfinished_paths = []
     if not is_file(place / COMMIT):
         folder = place / CHECKPOINTS if is_folder(place / CHECKPOINTS) else place
         finished = list_committed(folder)
-        begun = list_unfinished(folder.parent)
-    if not finished and not begun:
+        unfinished_paths = list_unfinished(folder.parent)
+    if not finished and not unfinished_paths:
         raise unexpected_path_error(place, "a run with a checkpoint")
     rows = []
     for number, path in enumerate(finished, 1):
         console.show_progress(f"reading {path.name}, {number} of {len(finished)}")
         row = describe(path, options.verify)
-        if exists(path):  # its run may have removed it meanwhile
+        if exists(path):  # the run can have removed it in the meantime
             rows.append(row)
-    for path in begun:
+    for path in unfinished_paths:
         rows.append(Row(step_of(path.name) or 0, size_of(path), "unfinished"))
     console.print_line(f"{'step':>10} {'tokens':>8} {'size':>9}  {'committed':<16}  verdict")
     for row in rows:
@@ -73,7 +73,9 @@ def main(run: str, options: Options) -> int:
 
 
 def describe(path: Path, verify: bool) -> Row:
-    """Returns the Row of a committed checkpoint, as far as it can be read."""
+    """Reads a committed checkpoint and returns its Row. If it can't be read, the verdict contains the reason.
+
+    verify: compare every byte with the checksums."""
     verdict = "whole" if verify else "not verified"
     row = Row(step_of(path.name) or 0, size_of(path), verdict, kept=exists(path / KEEP_MARKER))
     with suppress(OSError):
@@ -84,14 +86,14 @@ def describe(path: Path, verify: bool) -> Row:
         if problems:
             row.verdict = f"broken: {'; '.join(problems)}"
         row.tokens = read_saved_run(path).progress.tokens
-    except UserError as error:  # for example, of another version
+    except UserError as error:  # for example, a checkpoint of another version
         if not row.verdict.startswith("broken"):
             row.verdict = f"broken: {error}"
     return row
 
 
 def read_all(path: Path) -> list[str]:
-    """Returns what is wrong with a checkpoint, in sentences, after reading every byte."""
+    """Reads every byte of a checkpoint, and returns a sentence about each problem found."""
     from mamba_fsdp.checkpoint import restore  # imports torch
     from mamba_fsdp.parallel.world import World
 

@@ -10,7 +10,7 @@ from mamba_fsdp.reporting.console import Console
 
 
 def main() -> int:
-    """Returns 1 if any check fails, else 0."""
+    """Runs all checks and prints a line for each. Returns the exit code: 1 if any check fails, otherwise 0."""
     failed = False
     for check in CHECKS:
         finding = check.make()

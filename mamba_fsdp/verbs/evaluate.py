@@ -1,20 +1,22 @@
 """python -m mamba_fsdp evaluate MODEL DATA [--OPTION=VALUE ...]
 python -m mamba_fsdp evaluate MODEL --tasks=NAME,... [--OPTION=VALUE ...]
 
-Measure a model. MODEL is a run folder, a checkpoint, a consolidated.00.pth,
+Evaluate a model. MODEL is a run folder, a checkpoint, a consolidated.00.pth,
 or a transformers or state-spaces folder (docs/evaluating.md).
 
-With DATA: token loss, perplexity per token and per word, and bits per byte.
-Every token is predicted once, from the tokens before it in its window. DATA is
-a token store, or a folder with stores in validation/ or test/; get_dataset.py
-makes stores from text. Under torchrun, the ranks share the work.
+With DATA, it prints the loss per token, the perplexity per token and per word,
+and the bits per byte. Every token is predicted once, from the tokens before it
+in its window. DATA is a token store, or a folder with stores in validation/ or
+test/; get_dataset.py makes stores from text. Under torchrun, the ranks share
+the work.
 
-With --tasks: what lm-evaluation-harness measures, if lm-eval is installed.
-Its results are printed, and kept as lm_eval_TIME.json if MODEL is a run folder.
+With --tasks, it runs tasks of lm-evaluation-harness; lm-eval must be installed.
+The results are printed. If MODEL is a run folder, they are also written there
+as lm_eval_TIME.json.
 
-With --follow: each checkpoint of the run MODEL as it comes, beside its
-training, until the run is finished. The numbers are in RUN/evaluations/ and in
-the report. After an interruption the same command resumes.
+With --follow, it evaluates each new checkpoint of the run MODEL while the run
+trains, until the run is finished. The results are in RUN/evaluations/ and in
+the report. After an interruption, the same command resumes.
 """
 
 import importlib.util
@@ -47,48 +49,49 @@ if TYPE_CHECKING:
     from mamba_fsdp.inference.loading import Loaded
 
 
-# Options that change no number of an evaluation.
-NO_NUMBERS = {"batch_size", "follow"}
+# Options that do not change the results of an evaluation.
+NEUTRAL_OPTIONS = {"batch_size", "follow"}
 
 
 @condition("--tasks")
-def by_tasks(options: "CommandConfig") -> bool:
+def uses_tasks(options: "CommandConfig") -> bool:
     return bool(options.tasks)
 
 
 @condition("a single evaluation (without --follow)")
-def once(options: "CommandConfig") -> bool:
+def evaluates_once(options: "CommandConfig") -> bool:
     return not options.follow
 
 
 @dataclass
 class CommandConfig(EvaluationConfig):
-    """The options of the command besides the model and the data."""
+    """The options of the command, in addition to the model and the data."""
 
     tasks: list[str] = setting([], elsewhere="task")
-    """Tasks and groups of lm-evaluation-harness, as in lambada_openai,hellaswag; lm_eval ls tasks lists them."""
-    num_fewshot: int = setting(-1, at_least=-1, needs=by_tasks)
-    """Solved questions before each question of a task; -1: the task's own number."""
-    include_path: str = setting("", needs=by_tasks, is_path=True)
-    """Folder of further task files, your own."""
+    """Tasks and groups of lm-evaluation-harness, for example lambada_openai,hellaswag. The command lm_eval ls tasks lists
+    them."""
+    num_fewshot: int = setting(-1, at_least=-1, needs=uses_tasks)
+    """Number of few-shot examples before each question of a task. -1: the number that the task defines."""
+    include_path: str = setting("", needs=uses_tasks, is_path=True)
+    """Folder with your own task files."""
     tokenizer: str = setting(
-        "", needs=by_tasks, is_path=True, elsewhere="tokenizer_path tokenizer_name"
+        "", needs=uses_tasks, is_path=True, elsewhere="tokenizer_path tokenizer_name"
     )
-    """Folder of a tokenizer for tasks, if MODEL has none."""
+    """Folder of a tokenizer for the tasks, if MODEL has none."""
     follow: bool = setting(False)
-    """Evaluate each checkpoint of the run MODEL as it comes, until the run is finished."""
-    json: bool = setting(False, needs=once)
-    """Print the numbers as JSON on stdout, everything else on stderr."""
+    """Evaluate each new checkpoint of the run MODEL until the run is finished."""
+    json: bool = setting(False, needs=evaluates_once)
+    """Print the results as JSON on stdout, and everything else on stderr."""
     model_name: str = setting("", elsewhere="model_variant")
-    """MODEL's preset, if there is no config.json next to it."""
+    """Preset of MODEL, if there is no config.json next to it."""
 
 
 def main(model: str, data: str = "", *, options: CommandConfig) -> None:
     if not options.follow:
         check_place(model)
     if bool(data) == bool(options.tasks):
-        raise UserError("measure the model with either DATA or --tasks=NAME,...")
-    # Both ways import torch; a missing path is reported earlier.
+        raise UserError("give either DATA or --tasks=NAME,... to evaluate the model on")
+    # The rest imports torch, which takes seconds; mistakes in the arguments are reported before.
     if options.tasks:
         if importlib.util.find_spec("lm_eval") is None:
             raise UserError(
@@ -97,14 +100,14 @@ def main(model: str, data: str = "", *, options: CommandConfig) -> None:
     if options.follow:
         follow_run(Path(model), data, options)
     elif options.tasks:
-        measure_by_tasks(model, options)
+        evaluate_tasks(model, options)
     else:
-        measure_by_data(model, data, options)
+        evaluate_stores(model, data, options)
 
 
-def measure_by_data(model: str, data: str, options: CommandConfig) -> None:
-    """Prints how well the model predicts each store at `data`."""
-    stores = stores_in(data, model)
+def evaluate_stores(model: str, data: str, options: CommandConfig) -> None:
+    """Evaluates the model on each token store at `data`, and prints the results."""
+    stores = find_stores(data, model)
     from mamba_fsdp.inference.loading import inference_world
 
     world = inference_world()
@@ -112,7 +115,7 @@ def measure_by_data(model: str, data: str, options: CommandConfig) -> None:
     console = Console(enabled=world.rank == 0, stream=stream)
     loaded = load_model(model, options)
     console.print_line(f"model          {model}")
-    numbers = {}  # by the name of the store
+    numbers = {}  # {name of the store: results}
     for name, store in stores.items():
         evaluation = measure(loaded, store, options, console)
         numbers[name] = asdict(evaluation)
@@ -130,34 +133,35 @@ def load_model(model: str | Path, options: CommandConfig) -> "Loaded":
 
 
 def follow_run(run: Path, data: str, options: CommandConfig) -> None:
-    """Evaluates each checkpoint of a run as it comes. Raises UserError if `run` is no run, or for several processes."""
+    """Evaluates each new checkpoint of a run until the run is finished. Raises UserError if `run` is not a run that has
+    started, or if there are several processes."""
     from mamba_fsdp.inference.following import follow
     from mamba_fsdp.inference.loading import inference_world
 
-    if not exists(run / STATUS):  # which a run writes first
+    if not exists(run / STATUS):  # the first file that a run writes
         raise unexpected_path_error(run, "a run that has begun")
     if inference_world().size > 1:
-        raise UserError("--follow is done by one process; start it without torchrun")
-    key = {option: value for option, value in asdict(options).items() if option not in NO_NUMBERS}
+        raise UserError("--follow needs a single process; start it without torchrun")
+    key = {
+        option: value for option, value in asdict(options).items() if option not in NEUTRAL_OPTIONS
+    }
     if options.tasks:
         from mamba_fsdp.inference import harness
 
         name = ",".join(options.tasks)
         manager = harness.find_tasks(options.tasks, options.include_path)
-        numbers_of = partial(numbers_by_task, manager, options)
+        evaluate_model = partial(task_results, manager, options)
     else:
         name = data.strip("/")
-        stores = stores_in(data, str(run))
-        numbers_of = partial(numbers_by_store, stores, options)
+        stores = find_stores(data, str(run))
+        evaluate_model = partial(store_results, stores, options)
         key |= {store: TokenStore(path).identity for store, path in stores.items()}
     way = " ".join(f"{part}={value}" for part, value in key.items())
-    follow(run, name.replace("/", "_"), way, numbers_of, Console())
+    follow(run, name.replace("/", "_"), way, evaluate_model, Console())
 
 
-def numbers_by_store(
-    stores: dict[str, Path], options: CommandConfig, model: Path
-) -> dict[str, float]:
-    """Returns the numbers of a model over each store, as the records of a run have them."""
+def store_results(stores: dict[str, Path], options: CommandConfig, model: Path) -> dict[str, float]:
+    """Evaluates a model on each store. Returns {"STORE/METRIC": value}, the format of the records in RUN/evaluations/."""
     loaded = load_model(model, options)
     numbers = {}
     for name, store in stores.items():
@@ -168,10 +172,8 @@ def numbers_by_store(
     return numbers
 
 
-def numbers_by_task(
-    manager: "TaskManager", options: CommandConfig, model: Path
-) -> dict[str, float]:
-    """Returns the numbers of a model in each task, as the records of a run have them."""
+def task_results(manager: "TaskManager", options: CommandConfig, model: Path) -> dict[str, float]:
+    """Evaluates a model on each task. Returns {"TASK/METRIC": value}, the format of the records in RUN/evaluations/."""
     _, found = run_tasks(manager, options, str(model))
     numbers = {}
     for task, results in found["results"].items():
@@ -184,7 +186,7 @@ def numbers_by_task(
 def run_tasks(
     manager: "TaskManager", options: CommandConfig, model: str
 ) -> tuple[Path, dict[str, Any]]:
-    """Returns (the path of the model in full, lm-eval's results of it)."""
+    """Runs lm-eval's tasks. Returns (path of the weights, results of lm-eval)."""
     from mamba_fsdp.inference import harness
 
     tested = harness.MambaFSDP(
@@ -194,8 +196,8 @@ def run_tasks(
     return tested.source, harness.run_tasks(tested, manager, options.tasks, few, options.limit)
 
 
-def measure_by_tasks(model: str, options: CommandConfig) -> None:
-    """Prints lm-eval's tables of the model, and writes its results into the run folder if `model` is one."""
+def evaluate_tasks(model: str, options: CommandConfig) -> None:
+    """Runs lm-eval's tasks and prints the tables of results. If `model` is a run folder, also writes the results there."""
     from lm_eval.utils import make_table
 
     from mamba_fsdp.inference import harness
@@ -216,9 +218,11 @@ def measure_by_tasks(model: str, options: CommandConfig) -> None:
         print(f"the results are in {path}", file=sys.stderr)
 
 
-def stores_in(data: str, model: str) -> dict[str, Path]:
-    """Returns {name: path} of the token stores at `data`: itself, or its validation and test. Raises UserError if there
-    are none; for text, the message has the command that makes a store with the model's tokenizer."""
+def find_stores(data: str, model: str) -> dict[str, Path]:
+    """Finds the token stores at `data`: the folder itself, or its subfolders for validation and test.
+
+    Returns {name: path}. Raises UserError if there are none. If `data` is text, the message contains the command that makes
+    a store of it with the model's tokenizer."""
     stores = {}
     for split in ("", *SPLITS["validation"], *SPLITS["test"]):
         path = Path(data, split)

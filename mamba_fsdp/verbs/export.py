@@ -1,8 +1,8 @@
 """python -m mamba_fsdp export MODEL OUT [--OPTION=VALUE ...]
 
-Write a model into the new folder OUT, one tensor in memory at a time. MODEL
-is a run folder, a checkpoint, a .pth file, or a transformers or state-spaces
-folder.
+Write a model into the new folder OUT, with one tensor in memory at a time.
+MODEL is a run folder, a checkpoint, a .pth file, or a transformers or
+state-spaces folder.
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ class ImportConfig:
     """The options that import and export share."""
 
     dtype: str = setting("", choices=("fp32", "bf16", "fp16"), elsewhere="torch_dtype precision")
-    """Dtype of the tensors. Without it, each tensor keeps its dtype."""
+    """Dtype of the tensors in OUT. Empty: each tensor keeps its dtype."""
     tokenizer: str = setting("", is_path=True, elsewhere="tokenizer_path tokenizer_name")
-    """Folder of a tokenizer to write instead of MODEL's own."""
+    """Folder of a tokenizer to write in place of MODEL's own."""
     model_name: str = setting("", elsewhere="model_variant")
-    """MODEL's preset, if there is no config.json next to it."""
+    """Preset of MODEL, if there is no config.json next to it."""
 
 
 @dataclass
 class ExportConfig(ImportConfig):
     format: str = setting("hf", choices=("hf", "state-spaces", "pth"), elsewhere="output_format")
-    """hf: for transformers' AutoModelForCausalLM (safetensors, with the tokenizer). state-spaces: for
-    mamba_ssm's MambaLMHeadModel.from_pretrained. pth: consolidated.00.pth with config.json and
-    tokenizer/, as a run writes it at its end."""
+    """Format of the output. hf: for transformers' AutoModelForCausalLM (safetensors, with the tokenizer). state-spaces: for
+    mamba_ssm's MambaLMHeadModel.from_pretrained. pth: consolidated.00.pth with config.json and tokenizer/, as each run
+    writes it at its end."""
     trial: bool = setting(True)
     """hf: before OUT appears, transformers has to load a small copy, compute the same and generate."""
 
@@ -39,8 +39,10 @@ def main(model: str, out: str, options: ExportConfig) -> None:
 
 
 def export(model: str | Path, out: str | Path, options: ExportConfig) -> Path:
-    """Writes a model into the new folder `out`, and returns `out`. model: the path of a run, a checkpoint, a .pth
-    file, or a transformers or state-spaces folder. Raises UserError, and writes nothing, if that can't be done."""
+    """Writes a model into the new folder `out`, and returns the path of the folder.
+
+    model: the path of a run, a checkpoint, a .pth file, or a transformers or state-spaces folder. Raises UserError if the
+    model can't be read or has no representation in the format; then nothing is written."""
     check_place(model)
     from mamba_fsdp.interop.convert import write_model
 

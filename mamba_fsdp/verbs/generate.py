@@ -30,7 +30,7 @@ def main(model: str, options: GenerationConfig) -> None:
                 print(escape_for(sys.stdout, options.prompt), end="")
             print(escape_for(sys.stdout, piece), end="", flush=True)
             count += 1
-    finally:  # after Ctrl-C too
+    finally:  # also after Ctrl-C
         if count:
             seconds = time.perf_counter() - began
             print(flush=True)

@@ -1,11 +1,11 @@
 """python -m mamba_fsdp import MODEL OUT [--OPTION=VALUE ...]
 
 Write a model as consolidated.00.pth with config.json and tokenizer/ into the
-new folder OUT, as `export --format=pth` does. MODEL is a downloaded
+new folder OUT; `export --format=pth` does the same. MODEL is a downloaded
 transformers folder (Mamba, FalconMamba, Mamba2, Bamba, Granite 4, Falcon-H1,
 Nemotron-H, Olmo Hybrid, Olmo 2, Qwen3, Qwen3.5, Llama) or state-spaces folder,
 a run or checkpoint, or a .pth or .pt file of another trainer.
-training.py --init_from takes MODEL as well as OUT.
+training.py --init_from accepts both MODEL and OUT.
 """
 
 from mamba_fsdp.verbs import export

@@ -1,8 +1,9 @@
 """python -m mamba_fsdp inspect PATH [--verify]
 
 Describe PATH: a run folder, a checkpoint, a model (consolidated.00.pth,
-transformers, state-spaces, other trainers' files; a model file without
-config.json by its tensors), a token store, or input for get_dataset.py.
+transformers, state-spaces, or a file of another trainer), a token store, or
+input for get_dataset.py. For a model file without config.json, the tensors are
+listed.
 """
 
 import itertools
@@ -39,25 +40,26 @@ from mamba_fsdp.storage.patience import is_file
 from mamba_fsdp.text import format_count
 from mamba_fsdp.verbs import checkpoints
 
-KNOWN = "a run, a checkpoint, a model, a token store, or what get_dataset.py imports"
-MAX_LOSSES = 10  # lines of nodes.jsonl that are shown
+INSPECTABLE = "a run, a checkpoint, a model, a token store, or what get_dataset.py imports"
+MAX_LOSSES = 10  # the number of lines of nodes.jsonl to print
 SAMPLES = 3
 SAMPLE_TOKENS = 64
-SAMPLE_WIDTH = 160  # characters of a sample to show
+SAMPLE_WIDTH = 160  # the number of characters of a sample to print
 
 
 @dataclass
 class Options:
     verify: bool = setting(False)
     """Read every byte of a token store, checkpoint or run and compare it with the checksums. The exit code is 1 or 2 if
-    anything is damaged. Models have no checksums and are refused."""
+    anything is damaged. It is an error for models, because they have no checksums."""
 
 
 def inspect(path: str | Path, options: Options) -> None:
-    """Prints what is at `path`, as the command does: a run, a checkpoint, a model, a token store, or text to import.
-    Raises UserError if there is nothing of these, or if it is damaged."""
+    """Prints a description of a run, a checkpoint, a model, a token store, or text to import.
+
+    path: its file or folder. Raises UserError if `path` is none of these, or if it is damaged."""
     if main(path, options):
-        raise UserError(f"{path} is damaged, as the lines above say")
+        raise UserError(f"{path} is damaged; the lines above describe the damage")
 
 
 def main(path: str | Path, options: Options) -> int:
@@ -67,13 +69,13 @@ def main(path: str | Path, options: Options) -> int:
         (folder,) = place.names
         print_field("file of", folder)
         place = classify_path(folder)
-    if place.kind in WITH_CHECKSUMS:
-        return WITH_CHECKSUMS[place.kind](place, verify)
+    if place.kind in CHECKSUMMED_KINDS:
+        return CHECKSUMMED_KINDS[place.kind](place, verify)
     if place.kind in ("nothing", "pruned", "empty", "other"):
-        raise unexpected_path_error(path, KNOWN)
+        raise unexpected_path_error(path, INSPECTABLE)
     if verify:
         raise UserError(
-            f"{path}: --verify is for token stores, checkpoints and runs; this holds no checksums"
+            f"{path}: --verify is for token stores, checkpoints and runs; this has no checksums"
         )
     if place.kind in ("model", "model_file", "dcp"):
         show_model(place.path)
@@ -86,21 +88,22 @@ def main(path: str | Path, options: Options) -> int:
 
 
 def show_runs(place: PathInfo, verify: bool) -> int:
-    """Prints a line for each run of a folder; with `verify`, all that is told of each."""
+    """Prints a line for each run in a folder, or the full description of each run if `verify` is set. Returns the exit
+    code."""
     code = 0
     for name in place.names:
         run = place.path / name
         if verify:
             code = max(code, show_run(classify_path(run), verify))
         else:
-            print_field("run", f"{run}  {_status_of(run)}")
+            print_field("run", f"{run}  {_format_status(run)}")
     return code
 
 
 def show_run(place: PathInfo, verify: bool) -> int:
     path = place.path
     print_field("run", path)
-    print_field("status", _status_of(path))
+    print_field("status", _format_status(path))
     _show_settings(path)
     entries = read_entries(path / METRICS)
     for metric, name in (("loss", "training"), ("val_loss", "validation")):
@@ -138,7 +141,8 @@ def show_run(place: PathInfo, verify: bool) -> int:
 
 
 def _show_settings(run: Path) -> None:
-    """Prints what a run trains, as far as its config.yaml can be read, and the command that continues it."""
+    """Prints the progress, the model and the data of a run, and the command that continues it. Prints the error instead if
+    config.yaml can't be read."""
     try:
         settings = read_run(run)
     except UserError as error:
@@ -155,11 +159,11 @@ def _show_settings(run: Path) -> None:
         print_field("to continue", f"{command('train')} --config={run / SETTINGS}")
 
 
-def _status_of(run: Path) -> str:
-    """Returns how a run stands, in words."""
+def _format_status(run: Path) -> str:
+    """Formats the status of a run and its reason."""
     status = read_status(run)
-    words = [str(status[key]) for key in ("status", "reason") if status.get(key)]
-    return ": ".join(words) or f"unknown: no {STATUS}"
+    parts = [str(status[key]) for key in ("status", "reason") if status.get(key)]
+    return ": ".join(parts) or f"unknown: no {STATUS}"
 
 
 def show_checkpoints(place: PathInfo, verify: bool) -> int:
@@ -186,10 +190,12 @@ def show_checkpoint(place: PathInfo, verify: bool) -> int:
 
 
 def show_input(place: PathInfo) -> None:
-    """Prints what get_dataset.py would read, its first document, and the command."""
+    """Prints the input that get_dataset.py would read, its first document, and the command that imports it."""
     from mamba_fsdp.importing.reading import Share, read_batches  # imports datasets, which is slow
 
-    options = DatasetConfig(skip_unreadable=True)  # lists what is missing
+    options = DatasetConfig(
+        skip_unreadable=True
+    )  # missing files are then listed instead of an error
     left_out = LeftOut()
     files = find_files(str(place.path), options, left_out)
     print_field("data", f"{format_count(len(files), 'file')}: {place.title}")
@@ -218,7 +224,7 @@ def show_model(path: Path) -> None:
 
 
 def show_tensors(path: Path) -> None:
-    """Prints the tensors of a file without a config.json next to it."""
+    """Prints the names and shapes of the tensors in a file that has no config.json next to it."""
     from mamba_fsdp.interop.weights import open_file
 
     shapes = open_file(path).shapes
@@ -226,7 +232,7 @@ def show_tensors(path: Path) -> None:
     print_field("tensors", f"{path}: {len(shapes)}, {numbers:,} numbers")
     print_field(
         "to use it",
-        f"there is no {MODEL_CONFIG} next to it, so name its preset, as in --model_name=mamba-130m",
+        f"there is no {MODEL_CONFIG} next to it; name its preset, as in --model_name=mamba-130m",
     )
     for name, shape in shapes.items():
         print_field("", f"{name:<64} {shape}")
@@ -250,7 +256,8 @@ def show_stores(place: PathInfo, verify: bool) -> int:
 
 
 def show_store(place: PathInfo, verify: bool) -> int:
-    """Prints the contents of a token store. Raises UserError for a damaged one."""
+    """Prints a description of a token store, and verifies its checksums if `verify` is set. Raises UserError if it is
+    damaged."""
     path = place.path
     store = TokenStore(path)
     print_field("token store", path)
@@ -266,7 +273,7 @@ def show_store(place: PathInfo, verify: bool) -> int:
 
 
 def _show_samples(store: TokenStore) -> None:
-    """Prints the store's tokenizer and, with it, samples of the store's text."""
+    """Prints the path of the store's tokenizer, and samples of the store's text if there is a tokenizer."""
     try:
         folder = store.tokenizer_path
     except UserError:
@@ -281,8 +288,8 @@ def _show_samples(store: TokenStore) -> None:
             print_field(f"at {start:,}", repr(words.decode(tokens.tolist()))[:SAMPLE_WIDTH])
 
 
-# What shows each kind of place that has checksums, and returns the exit code.
-WITH_CHECKSUMS = {
+# The kinds of places that have checksums: {kind: a function that prints a description and returns the exit code}.
+CHECKSUMMED_KINDS = {
     "run": show_run,
     "runs": show_runs,
     "checkpoint": show_checkpoint,

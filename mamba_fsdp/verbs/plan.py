@@ -1,28 +1,29 @@
 """python -m mamba_fsdp plan [PRESET] [--config=FILE] [--NAME=VALUE ...]
 python -m mamba_fsdp plan [DATA] --hours=N [--NAME=VALUE ...]
 
-Does this training fit, and how long does it take? Memory is measured on
-tensors without content, time is calculated: no GPU is needed. The names are
-the options below and the settings of training.py, which --help=all lists too.
+Does this training fit into memory, and how long does it take? Memory is
+measured with meta tensors and time is calculated, so that no GPU is needed.
+NAME is one of the options below or a setting of training.py; --help=all lists
+both.
 
   python -m mamba_fsdp plan mamba-2.8b --nodes=2 --instance=p5.48xlarge
   python -m mamba_fsdp plan mamba_9.8b --nodes=24 --instance=p4de.24xlarge
   python -m mamba_fsdp plan mamba-130m --memory=24 --peak=165 --bandwidth=1008
 
-The last lines show the settings as given and the fastest ones that fit, over
-batch sizes (a given global_batch_size stays) and shares of recomputing blocks.
-docs/planning.md says how exact this is. Exit codes: 0 it fits, 1 it does not,
-2 a mistake.
+The last lines compare the given settings with the fastest ones that fit. For
+these, plan tries other batch sizes, within a given global_batch_size, and other
+values of selective_checkpointing. docs/planning.md describes the accuracy. Exit
+codes: 0 it fits, 1 it does not fit, 2 an error in the arguments.
 
 How often should I save? With --hours_between_failures=5000, the mean time
-between failures of one node, plan also prints the failures to expect, the
-checkpoint interval that costs least, and the share of time that remains for
+between failures of one node, plan also prints the expected number of failures,
+the best checkpoint interval, and the fraction of time that remains for training
 steps, with and without spare nodes.
 
-What can I train in the time I have? With --hours, three sizes and the commands
-that train them. DATA is what training reads: a token store, or a folder with
-train/ and validation/. Without --instance the steps of this machine are timed,
-for about a minute. A preset is then --model_name=NAME.
+What can I train in a given time? With --hours, plan prints three model sizes
+and the commands that train them. DATA is the training data: a token store, or a
+folder with train/ and validation/. Without --instance, plan measures the speed
+of this machine for about a minute. Use --model_name=NAME for a preset.
 
   python -m mamba_fsdp plan data/mine --hours=8
   python -m mamba_fsdp plan --hours=8 --tokens=2e9 --instance=p5.48xlarge
@@ -53,83 +54,83 @@ from mamba_fsdp.text import format_quantity, suggest_name
 if TYPE_CHECKING:
     from mamba_fsdp.planning.estimate import Estimate
 
-USUAL_TOKENS = 10**9
-MOST_HOURS = 366 * 24
+DEFAULT_TOKENS = 10**9
+MAX_HOURS = 366 * 24
 CHOSEN_BY_HOURS = {"d_model", "n_layer", "num_steps", "num_epochs", "save_ckpt_path"}
 
 
 @condition("a training to plan (without --hours)")
-def one_training(options: "PlanConfig") -> bool:
+def single_training(options: "PlanConfig") -> bool:
     return not options.hours
 
 
 @condition("--hours_between_failures")
-def with_failures(options: "PlanConfig") -> bool:
+def expects_failures(options: "PlanConfig") -> bool:
     return options.hours_between_failures > 0
 
 
 @dataclass
 class PlanConfig:
-    """The options besides the settings of the training. 0: as the instance has it."""
+    """The options of the command, in addition to the settings of the training. 0: the value of the instance."""
 
     nodes: int = setting(1, at_least=1, at_most=100_000, elsewhere="nnodes num_nodes node")
-    """Number of machines."""
+    """Number of machines (nodes)."""
     instance: str = setting("", elsewhere="instance_type machine")
-    """Kind of machine: a name in mamba_fsdp/planning/devices.py, as p4d.24xlarge. Without it: this
-    machine, with unknown speed."""
+    """Type of machine: a name in mamba_fsdp/planning/devices.py, for example p4d.24xlarge. Empty: this machine, with
+    unknown speed."""
     devices: int = setting(0, at_least=0, elsewhere="gpus gpus_per_node num_gpus")
-    """Number of devices of a machine."""
+    """Number of devices per machine."""
     memory: float = setting(0.0, at_least=0, at_most=1_000_000)
     """Memory of a device in GB."""
     bandwidth: float = setting(0.0, at_least=0)
-    """Bandwidth of a device's memory in GB/s."""
+    """Memory bandwidth of a device in GB/s."""
     peak: float = setting(0.0, at_least=0)
-    """Peak of a device in TFLOP/s, dense, in bf16."""
+    """Peak performance of a device in TFLOP/s, for dense bf16."""
     nvlink: float = setting(0.0, at_least=0)
-    """Rate from a device to the others of its machine in GB/s, one way."""
+    """Bandwidth from a device to the other devices of its machine in GB/s, in one direction."""
     network: float = setting(0.0, at_least=0)
-    """Rate from a machine to the others in Gbit/s, one way."""
+    """Bandwidth from a machine to the other machines in Gbit/s, in one direction."""
     tokens: int = setting(0, at_least=0, at_most=10**14)
-    """Length of the training in tokens, as in 300B. 0: num_steps, else the length of the recipe, else 1B.
-    With --hours: the tokens of data that is not made yet."""
-    hours: float = setting(0.0, above=0, at_most=MOST_HOURS, elsewhere="hour time")
-    """Time for a training: say what can be trained in it."""
-    hours_between_failures: float = setting(0.0, above=0, at_most=1e9, needs=one_training)
-    """Mean hours between failures of one node: say how often to save, and what failures cost."""
-    measured: str = setting("", is_path=True, needs=with_failures)
-    """Run folder: take what saves and recoveries took in this run."""
-    save_seconds: float = setting(Costs.save, above=0, needs=with_failures)
-    """Seconds that training waits for a save. A measured run replaces them."""
-    queue_seconds: float = setting(Costs.queue, at_least=0, needs=with_failures)
+    """Length of the training in tokens, for example 300B. 0: num_steps if it is given, otherwise the length in the recipe,
+    otherwise 1B. With --hours, it is the number of tokens of a dataset that does not exist yet."""
+    hours: float = setting(0.0, above=0, at_most=MAX_HOURS, elsewhere="hour time")
+    """Hours available for training. Prints which models can be trained in this time."""
+    hours_between_failures: float = setting(0.0, above=0, at_most=1e9, needs=single_training)
+    """Mean hours between failures of one node. Prints how often to save, and the time lost to failures."""
+    measured: str = setting("", is_path=True, needs=expects_failures)
+    """Run folder from which to take the measured times of saves and recoveries."""
+    save_seconds: float = setting(Costs.save, above=0, needs=expects_failures)
+    """Seconds that training waits for a save, unless a run is given with --measured."""
+    queue_seconds: float = setting(Costs.queue, at_least=0, needs=expects_failures)
     """Seconds that a job without spare nodes waits after a failure until Slurm starts it again."""
     json: bool = setting(False)
-    """Print the figures as JSON, in bytes and seconds."""
+    """Print the results as JSON, in bytes and seconds."""
 
 
 def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
     machine = choose_machine(options)
     if name:
-        of_name = "dataset_path" if options.hours else "model_name"
-        settings_by_name = {of_name: name[0], **settings_by_name}
+        argument_name = "dataset_path" if options.hours else "model_name"
+        settings_by_name = {argument_name: name[0], **settings_by_name}
     config = settings_by_name.pop("config", None)
     if name and not options.hours and exists(name[0]):
-        raise UserError(_no_model_name(name[0]))
+        raise UserError(_not_a_model_message(name[0]))
     if name and options.hours and plain(name[0]) in SPELLINGS and not exists(name[0]):
         raise UserError(
-            f"{name[0]} is a model; with --hours, name the data, as in plan data/mine --model_name={name[0]}"
+            f"{name[0]} is a model; with --hours, give the data, as in plan data/mine --model_name={name[0]}"
         )
     settings = resolve_settings(settings_by_name, config, name[1:])
     if options.hours:
         words, data_tokens = find_data(settings_by_name, settings, options.tokens)
         show_sizes(words, config, data_tokens, options, machine)
         return 0
-    # These import torch; mistakes in the words are reported earlier.
+    # These modules import torch, which takes seconds; mistakes in the arguments are reported before.
     from mamba_fsdp.planning.estimate import best_estimate, estimate, local_machine
 
     machine = machine or local_machine()
     expected = estimate(settings, options.nodes, machine)
     best_fitting = best_estimate(settings, options.nodes, machine)
-    length = options.tokens or USUAL_TOKENS
+    length = options.tokens or DEFAULT_TOKENS
     named = settings.explicit | recipe(settings.model.model_name).keys()
     if not options.tokens and "num_steps" in named:
         length = settings.training.num_steps.tokens(expected.tokens_per_step)
@@ -154,33 +155,36 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
     return 0 if expected.fits else 1
 
 
-def _no_model_name(path: str) -> str:
-    """Returns the message for a path in place of a model's name."""
+def _not_a_model_message(path: str) -> str:
+    """Returns the error message for a path that was given instead of a model's name."""
     place = classify_path(path)
     if place.kind in ("store", "stores"):
-        return f"{path} is data; to see what to train on it, add the time: --hours=8"
+        return f"{path} is data; to plan models for it, add a time, as in --hours=8"
     if place.kind == "run":
-        return f"{path} is a run; to plan it again, name its settings: --config={path}/{SETTINGS}"
+        return f"{path} is a run; to plan it again, give its settings: --config={path}/{SETTINGS}"
     return str(unexpected_path_error(path, "a preset's name"))
 
 
 def find_data(
     words: dict[str, str], settings: TrainConfig, tokens: int
 ) -> tuple[dict[str, str], int]:
-    """Returns the words with the settings that the data gives, and its tokens. tokens: of data that is not made yet; 0:
-    the data is there. Raises UserError if it is not, or if a word gives what --hours chooses."""
+    """Finds the training data for --hours.
+
+    words: {name: text} of the settings on the command line. tokens: the number of tokens of data that does not exist yet,
+    or 0 if it exists. Returns (`words` with the settings that follow from the data, number of tokens). Raises UserError if
+    there is no data, or if `words` contains a setting that --hours chooses."""
     for name in CHOSEN_BY_HOURS & words.keys():
-        raise UserError(f"{name}: with --hours, plan chooses it; leave it out")
+        raise UserError(f"{name}: plan chooses it with --hours; leave it out")
     model_name = settings.model.model_name
     if "d_intermediate" in preset(model_name):
         raise UserError(
-            f"--hours varies d_model and n_layer, but {model_name} has widths of its own, as d_intermediate; leave it out, "
-            "and name its --layers if you want its mixture"
+            f"--hours varies d_model and n_layer, but {model_name} has other fixed widths, such as d_intermediate; leave it "
+            "out, and give --layers if you want its sequence of layers"
         )
     data_exists = "dataset_path" in settings.explicit
     if data_exists == (tokens > 0):
         raise UserError(
-            "--hours: name the data, as in plan data/mine --hours=8, or if it is not made yet, say how much there is: "
+            "--hours: give the data, as in plan data/mine --hours=8, or its number of tokens if it does not exist yet, as in "
             "plan --hours=8 --tokens=2e9"
         )
     if tokens:
@@ -198,7 +202,10 @@ def show_sizes(
     options: PlanConfig,
     described: Instance | None,
 ) -> None:
-    """Prints three sizes of a model for the time there is. described: the machine; None for this one."""
+    """Prints three model sizes that can be trained in the available time.
+
+    words: {name: text} of the settings. config: the settings file. data_tokens: the number of tokens of the data. described:
+    the machine, or None for this machine."""
     from mamba_fsdp.planning.estimate import local_machine
     from mamba_fsdp.planning.sizes import Budget, plan_sizes, report_sizes
     from mamba_fsdp.trainer.run import measure_tokens_per_second
@@ -222,21 +229,21 @@ def show_sizes(
 
 
 def choose_machine(options: PlanConfig) -> Instance | None:
-    """Returns the machine that the options describe, or None for this machine. Raises UserError for an unknown
-    instance, or if the memory is unknown."""
+    """Returns the machine that the options describe, or None for this machine. Raises UserError for an unknown instance,
+    and if the options describe other hardware without its memory."""
     instance = options.instance
     named = {field.name: getattr(options, field.name) for field in fields(Instance)[1:]}
     hardware: dict[str, Any] = {name: number for name, number in named.items() if number}
     if instance and instance not in INSTANCES:
         hint = suggest_name(instance, INSTANCES, "one of " + ", ".join(INSTANCES))
-        raise UserError(f"--instance={instance}: not known; {hint}")
+        raise UserError(f"--instance={instance}: there is no such instance type; {hint}")
     if instance:
         return replace(INSTANCES[instance], **hardware)
     if not hardware:
         return None
     if "memory" not in hardware:
         raise UserError(
-            f"--{next(iter(hardware))}: it describes a machine that is not named: add --instance=NAME, or --memory=GB of a device"
+            f"--{next(iter(hardware))}: the type of machine is missing; add --instance=NAME, or --memory=GB of a device"
         )
     return replace(Instance("device", 1, 0), **hardware)
 
@@ -244,7 +251,7 @@ def choose_machine(options: PlanConfig) -> Instance | None:
 def report_lines(
     expected: "Estimate", figures: dict[str, Any], best_fitting: "Estimate | None", seq_length: int
 ) -> Iterator[str]:
-    """Yields the report for a terminal of 80 columns."""
+    """Yields the lines of the report, which fit into a terminal of 80 columns."""
     verdict = "it fits"
     if not expected.fits:
         largest = max(expected.memory, key=expected.memory.__getitem__)
@@ -300,8 +307,10 @@ def table_line(name: str, expected: "Estimate") -> str:
 def expect_failures(
     expected: "Estimate", settings: TrainConfig, options: PlanConfig
 ) -> dict[str, Any]:
-    """Returns the figures about failures; {} without --hours_between_failures. Raises UserError if the speed is unknown, or
-    if the measured run has no events of a save."""
+    """Calculates the expected failures and the checkpoint intervals for --hours_between_failures.
+
+    Returns {} without this option. Raises UserError if the time of a step is unknown, or if the run given with --measured
+    has recorded no saves."""
     if not options.hours_between_failures:
         return {}
     if not expected.step:
@@ -325,17 +334,17 @@ def expect_failures(
 
 
 def measured_seconds(run: Path) -> dict[str, float]:
-    """Returns the fields of Costs that a run has measured. Raises UserError if it has no events of a save."""
+    """Returns the fields of Costs that a run has measured. Raises UserError if it has recorded no saves."""
     events = read_events(run)
-    # Only events of saves have "seconds". The metrics lack the wait for a save if the start ended with it, or if a later
-    # start resumed from it: then there are other events of its step.
+    # Only events of saves have "seconds". Leave out saves with which a start ended or from which a later start resumed: the
+    # metrics do not contain the time that training waited for them. Their steps have other events too.
     ends = {event["step"] for event in events if "seconds" not in event}
     writes = [
         event["seconds"] for event in events if "seconds" in event and event["step"] not in ends
     ]
     if not writes:
         raise UserError(
-            f"--measured={run}: events.jsonl there has no events of saves after which a training continued"
+            f"--measured={run}: its events.jsonl has no save after which the training continued; give another run"
         )
     stalled = sum(entry.get("checkpoint_stall_seconds", 0) for entry in read_entries(run / METRICS))
     measured = {"save": stalled / len(writes), "write": median(writes)}
@@ -348,7 +357,7 @@ def measured_seconds(run: Path) -> dict[str, float]:
 
 
 def failure_lines(figures: dict[str, Any]) -> Iterator[str]:
-    """Yields the report on failures for a terminal of 80 columns."""
+    """Yields the lines of the report on failures, which fit into a terminal of 80 columns."""
     per_day = figures["failures_per_day"]
     yield f"failures   {per_day:,.3g} a day, {per_day * figures['days']:,.3g} in all"
     for name, seconds in figures["cost_seconds"].items():

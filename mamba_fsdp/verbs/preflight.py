@@ -2,13 +2,13 @@
 python -m mamba_fsdp preflight judge FOLDER NODE ...
 python -m mamba_fsdp preflight kernels RUN SETTINGS
 
-Are the nodes of a job fit for this training? 1.train.sbatch runs `report` on
-every node, in the training's own environment, then `judge` once, which prints
-what each NODE has and what is wrong with it, and writes verdict.json. FOLDER
-is a fresh folder in the run folder RUN, SETTINGS the file with the settings of
-this start. `kernels` tests the run's kernels on each GPU of this node. Exit
-codes of judge: 0 all nodes are fit, 1 it may be transient or the fault of a
-node, 2 you have to fix it.
+Check whether the nodes of a job are fit for this training. 1.train.sbatch runs
+`report` on every node, in the training's own environment. Then it runs `judge`
+once: it prints the hardware and the problems of each NODE, and writes
+verdict.json. FOLDER is a new folder in the run folder RUN, and SETTINGS is the
+file with the settings of this start. `kernels` tests the run's kernels on each
+GPU of this node. Exit codes of judge: 0 all nodes are fit; 1 the problem can be
+transient or that of a single node; 2 you have to fix it.
 """
 
 import json
@@ -49,9 +49,10 @@ def main(action: str, folder: str, *words: str) -> int:
 
 
 def report(folder: Path, settings_file: Path) -> None:
-    """Writes into `folder` what this node finds for the settings in `settings_file`, which the first node has written.
+    """Runs the checks on this node and writes the results into `folder`.
 
-    Raises UserError if the folder is not shared or not writable.
+    settings_file: the settings of this start, written by the first node. Raises UserError if the folder is not shared
+    between the nodes or not writable.
     """
     node = machine.node_name()
     if not is_file(settings_file):
@@ -62,7 +63,7 @@ def report(folder: Path, settings_file: Path) -> None:
     settings = read_resolved(settings_file)
     content = {
         "code": code_digest(),
-        "mistake": first_mistake(settings),
+        "mistake": find_mistake(settings),
         "ranks": machine.processes_per_node(),
         "findings": {check.name: asdict(check.make()) for check in JOB_CHECKS},
     }
@@ -74,11 +75,12 @@ def report(folder: Path, settings_file: Path) -> None:
         ) from None
 
 
-def first_mistake(settings: TrainConfig) -> str:
-    """Returns a sentence on what a start would refuse on this node, or "". It would refuse weights that are missing or of
-    another model; data that is missing or, which only the first node checks, not what training reads; and a file system
-    without room for the next checkpoint, or for all that a new run keeps. Raises StorageError for a transient error: then
-    judge sees no answer of this node."""
+def find_mistake(settings: TrainConfig) -> str:
+    """Returns the first error that a start would raise on this node, or "".
+
+    It checks the weights (missing, or of another model), the data (missing; the first node also checks the content), and the
+    free space for checkpoints. Raises StorageError for a transient error of the storage; `judge` then finds no report from
+    this node."""
     try:
         if settings.checkpoint.starts_from_model():
             from mamba_fsdp.trainer.starting_point import adopt_weights
@@ -90,9 +92,9 @@ def first_mistake(settings: TrainConfig) -> str:
                 f"there is no {path}; mount the shared file system there, correct the setting, or make it with "
                 "get_dataset.py (with an image: sbatch 2.tokenize.sbatch INPUT OUT)"
             )
-        if machine.is_first_node():  # one node reads what is the same for all
+        if machine.is_first_node():  # the content is the same on all nodes
             check_inputs(settings)
-        # The oldest of a new run is removed once the newest is committed.
+        # One checkpoint more than it keeps: the oldest one is only removed after the newest one has been committed.
         check_space(settings, settings.checkpoint.keep_checkpoints + 1)
     except StorageError:
         raise
@@ -114,13 +116,15 @@ def test_kernels(run: Path, settings_file: Path) -> int:
 
 
 class Problem(NamedTuple):
-    exit_code: int  # 2: the user has to fix it, 1: it may be gone at the next start, 0: a warning
+    exit_code: int  # 2: the user has to fix it; 1: the next start can succeed; 0: a warning
     node: str
     sentence: str
 
 
 def judge(folder: Path, nodes: Sequence[str]) -> int:
-    """Returns the exit code, after printing a line for each of the `nodes` (host names) and what is wrong with it."""
+    """Prints a line for each node and each problem, and writes the verdict.
+
+    folder: the folder with the nodes' reports. nodes: host names. Returns the exit code: the highest of all problems, or 0."""
     reports = {}
     problems = []
     own_code = code_digest()
@@ -129,13 +133,13 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
         content = json.loads(read_bytes(path)) if is_file(path) else None
         if content is None:
             sentence = (
-                "no answer that the first node could read; look at its lines above. If there are none, the "
+                "the first node can't read a report of this node; look at its lines above. If there are none, the "
                 f"node is down: scontrol show node {node}, and submit again with --exclude={node}"
             )
             problems.append(Problem(1, node, sentence))
-        elif content.get("code") != own_code:  # None: from an older version
+        elif content.get("code") != own_code:  # None: an older version wrote the report
             sentence = (
-                f"its {machine.PROJECT} holds other code than that of {nodes[0]}; mount the shared file system there, "
+                f"its {machine.PROJECT} contains other code than on {nodes[0]}; mount the shared file system there, "
                 f"or submit again with --exclude={node}"
             )
             problems.append(Problem(1, node, sentence))
@@ -164,7 +168,7 @@ def problems_of_checks(reports: dict[str, dict]) -> list[Problem]:
     """Returns the problems of checks that fail on a node, or whose findings differ from those on most nodes."""
     problems = []
     for check in JOB_CHECKS:
-        texts: dict[str, str] = {}  # by nodes on which the check does not fail
+        texts: dict[str, str] = {}  # {node on which the check succeeds: its finding}
         for node, content in reports.items():
             finding = content["findings"][check.name]
             text = finding["text"]

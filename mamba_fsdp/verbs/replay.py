@@ -1,13 +1,14 @@
 """python -m mamba_fsdp replay RUN [--from=STEP] [--steps=N]
 
-Was it computed right? Compute steps of a run again, from one of its
-checkpoints, and compare the loss and the gradient norm of each step, and the
-next checkpoint, bit for bit with what the run recorded. On another device,
-stack or number of ranks, where bits may differ, it compares with a tolerance.
-Nothing is written into RUN, which may train meanwhile. All ranks of a run take
-part with ./1.train.sbatch replay RUN, or sbatch, as in a training.
+Check that a run was computed correctly. Replay repeats steps of the run from
+one of its checkpoints. It compares the loss and the gradient norm of each step,
+and the next checkpoint, bit for bit with the records of the run. On another
+device, stack or number of ranks, results can differ in the last bits, so that
+it compares with a tolerance. Nothing is written into RUN; the run can train at
+the same time. To use all ranks, run ./1.train.sbatch replay RUN, or the same
+with sbatch, as for a training.
 
-Exit codes: 0 the steps repeat, 3 one differs.
+Exit codes: 0 the steps are reproduced, 3 a step differs.
 """
 
 import os
@@ -20,15 +21,15 @@ from mamba_fsdp.launch.machine import set_up_rank_signals
 from mamba_fsdp.run.names import START_VARIABLE
 from mamba_fsdp.run.records import write_status
 
-SECONDS_BEHIND = 60.0
+OTHER_RANKS_DELAY = 60.0
 
 
 @dataclass
 class Options:
     from_: int = setting(-1, at_least=-1)
-    """The step of the checkpoint to start from. -1: the newest but one."""
+    """Step of the checkpoint to start from. -1: the second newest checkpoint."""
     steps: int = setting(0, at_least=0)
-    """How many steps. 0: up to the next checkpoint, at most 200. Fewer if the run was started again in between."""
+    """Number of steps. 0: up to the next checkpoint, at most 200. It stops earlier at a restart of the run."""
 
 
 def main(run: str, options: Options) -> None:
@@ -39,8 +40,9 @@ def main(run: str, options: Options) -> None:
     try:
         replay(Path(run), options.from_, options.steps)
     except DifferenceError:
-        if not is_first:  # rank 0 says it, at which torchrun ends the others
-            time.sleep(SECONDS_BEHIND)
+        # All ranks find the difference. Rank 0 reports it; when it ends, torchrun ends the other ranks.
+        if not is_first:
+            time.sleep(OTHER_RANKS_DELAY)
         raise
-    if is_first and START_VARIABLE in os.environ:  # the launcher asks how it ended
+    if is_first and START_VARIABLE in os.environ:  # the launcher reads the status
         write_status(Path(os.environ[START_VARIABLE]).parents[1], "finished", 0)

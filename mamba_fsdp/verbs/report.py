@@ -1,8 +1,9 @@
 """python -m mamba_fsdp report RUN [RUN ...] [--out=FILE.html]
 
-Show one or more runs, finished or still training, in one HTML file that needs
-no network: curves by steps, tokens or time, settings and their differences,
-the mixture of the data, restarts, checkpoints (docs/watching.md).
+Write a report about one or more runs, finished or still training, as one HTML
+file that works offline. It shows curves over steps, tokens or time, the
+settings and their differences, the mixture of the data, restarts and
+checkpoints (docs/watching.md).
 """
 
 import shlex
@@ -21,7 +22,7 @@ from mamba_fsdp.storage.patience import is_folder, make_folder, write_for_user
 @dataclass
 class Options:
     out: str = setting("", is_path=True, elsewhere="output output_dir")
-    """The file to write, or a folder for it. Without it: report.html in the first RUN."""
+    """The file to write, or a folder for it. Empty: report.html in the first RUN."""
 
 
 def main(*runs: str, options: Options) -> None:
@@ -29,12 +30,14 @@ def main(*runs: str, options: Options) -> None:
 
 
 def report(*runs: str | Path, options: Options) -> Path:
-    """Writes the report on runs, each the path of a run folder, as one HTML file, and returns the file's path. Raises
-    UserError for a path that is not a run."""
+    """Writes a report about runs as one HTML file.
+
+    runs: paths of run folders. Returns the path of the file. Raises UserError for a path that is not a run, and if the file
+    can't be written."""
     out = options.out
-    folders = {Path(run).resolve(): Path(run) for run in runs}  # each run once
+    folders = {Path(run).resolve(): Path(run) for run in runs}  # without duplicates
     if not folders:
-        raise UserError("name at least one run folder")
+        raise UserError("no run folder was given; give at least one")
     for folder in folders.values():
         place = classify_path(folder)
         if place.kind == "runs":

@@ -1,17 +1,17 @@
-"""Make token stores, which training.py reads, from text or tokens.
+"""Make token stores, the input of training.py, from text or token ids.
 
     python get_dataset.py [INPUT [OUT]] [--OPTION=VALUE ...]
 
-INPUT  a file, folder or glob of .txt, .md, .jsonl, .ndjson, .json, .csv (each
-       also .gz, .zst, .bz2 or .xz), .parquet or .arrow files, or of others'
-       token ids (.bin, .npy), a save_to_disk folder, or a name for
-       datasets.load_dataset. Default: builtin, the source of Python's own
-       library. Hidden files (.name) are left out.
-OUT    a folder for the stores OUT/train and OUT/validation. Default:
-       data/NAME, by the input's name.
+INPUT  a file, folder or glob of .txt, .md, .jsonl, .ndjson, .json or .csv files
+       (also compressed: .gz, .zst, .bz2, .xz), of .parquet or .arrow files, or
+       of token ids from other programs (.bin, .npy); a save_to_disk folder; or
+       a name for datasets.load_dataset. Default: builtin, the source code of
+       Python's standard library. Hidden files (.name) are left out.
+OUT    a folder for the stores OUT/train and OUT/validation. Default: data/NAME,
+       with the name of the input.
 
-After a kill or Ctrl-C, the same command resumes. Whole numbers may end in k,
-M, B or T (10k).
+If it is killed or stopped with Ctrl-C, the same command resumes. Whole numbers
+can end in k, M, B or T (10k).
 """
 
 import os
@@ -23,26 +23,27 @@ from mamba_fsdp.reporting.console import ignore_output_errors
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.settings.help import Page
 
-USUAL = "tokenizer validation_fraction splits documents text_column config overwrite".split()
+COMMON = "tokenizer validation_fraction splits documents text_column config overwrite".split()
 
 
 def main(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> None:
     ignore_output_errors()
     try:
         tokenize(input, out, options=options)
-    except KeyboardInterrupt:  # the work of its threads is of no use
+    except KeyboardInterrupt:  # do not wait for the threads
         sys.stdout.flush()
         os._exit(130)
 
 
 def tokenize(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> Path:
-    """Makes token stores, which training reads, of text or tokens, and returns their folder. The same call resumes.
+    """Makes token stores, the input of training, from text or token ids, and returns their folder. The same call resumes
+    after an interruption.
 
-    input: a file, folder or glob, a name for datasets.load_dataset, or builtin, the source of Python's own library.
-    out: a folder for the stores out/train and out/validation; without it, data/NAME, by the input's name. Raises
-    UserError for bad input, and for files that can't be written.
+    input: a file, folder or glob, a name for datasets.load_dataset, or builtin, the source code of Python's standard library.
+    out: a folder for the stores out/train and out/validation; if it is empty, data/NAME, with the name of the input. Raises
+    UserError for invalid input, and for files that can't be written.
     """
-    # Imported late, so that --help and mistakes in the options are answered at once.
+    # These imports take time, and neither --help nor errors in the options should wait for them.
     from mamba_fsdp.data.hub import prepare_hub
     from mamba_fsdp.importing.inputs import is_local
 
@@ -56,7 +57,7 @@ def tokenize(input: str = "builtin", out: str = "", *, options: DatasetConfig) -
         prepare_hub(input)
     elif input != "builtin":
         print(f"making {folder} from {input}", flush=True)
-    # This imports libraries for seconds; mistakes are reported earlier.
+    # This import takes seconds; errors in the arguments are reported before.
     from mamba_fsdp.importing.make_dataset import make_dataset
 
     make_dataset(input, folder, options)
@@ -64,7 +65,7 @@ def tokenize(input: str = "builtin", out: str = "", *, options: DatasetConfig) -
 
 
 def default_folder(input: str) -> Path:
-    """Returns data/NAME for an input named NAME. Raises UserError if the input has no plain name."""
+    """Returns data/NAME for an input named NAME. Raises UserError if the input has no name or is a glob."""
     name = Path(os.path.abspath(input)).name.split(".")[0]
     if not name or set("*?[") & set(name):
         raise UserError(f"{input}: give OUT too, the folder for the stores")
@@ -72,4 +73,4 @@ def default_folder(input: str) -> Path:
 
 
 def page() -> Page:
-    return Page(__doc__, {"": DatasetConfig}, USUAL)
+    return Page(__doc__, {"": DatasetConfig}, COMMON)

@@ -1,4 +1,4 @@
-"""Runs the command line of training.py, which a launcher starts for each rank, and of `mamba-fsdp train`."""
+"""The command line of `mamba-fsdp train` and of training.py, the program that a launcher starts for each rank."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ def main(*stray: str, config: str | None = None, resolved: str | None = None, **
         settings = resolve_settings(words, config, stray)
         try:
             prepare(settings)
-        except KeyboardInterrupt:  # the work of the threads that make data/builtin is of no use
+        except KeyboardInterrupt:  # exit without waiting for the threads that make data/builtin
             os._exit(130)
     ignore_output_errors()
     if settings.training.dry_run:
@@ -35,8 +35,10 @@ def main(*stray: str, config: str | None = None, resolved: str | None = None, **
 
 
 def exit_code(stopped: str) -> int:
-    """Returns the exit code of a training that ended because of `stopped`: a shell's for the signal of this name, else 0."""
-    # torchrun takes any code but 0 for a failure, and kills the ranks that still write the checkpoint.
+    """Returns the exit code of a training. stopped: the reason for which it stopped. If it is the name of a signal, the code
+    is 128 plus its number, as in a shell; otherwise it is 0."""
+    # Under torchrun the code is always 0. torchrun considers other codes a failure, and kills the ranks that are still
+    # writing the checkpoint.
     if "RANK" in os.environ or stopped not in signal.Signals.__members__:
         return 0
     return 128 + signal.Signals[stopped]
@@ -44,11 +46,12 @@ def exit_code(stopped: str) -> int:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[None]:
-    """Gives libraries a temporary folder of the block's own: torch leaves others behind."""
+    """Uses a new temporary folder within the block, and removes it afterwards, because torch does not remove the temporary
+    folders that it creates."""
     before = os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["TMPDIR"] = scratch
-        tempfile.tempdir = None  # so that Python looks again
+        tempfile.tempdir = None  # makes tempfile read TMPDIR again
         try:
             yield
         finally:
@@ -59,7 +62,8 @@ def scratch_folder() -> Iterator[None]:
 
 
 def planned_ranks() -> tuple[int, int] | None:
-    """Returns (ranks, ranks of a node) that 1.train.sbatch would start, if it asks this process alone for a dry run."""
+    """Returns (number of ranks, ranks per node) of the training that 1.train.sbatch would start. Returns None unless this
+    process is the dry run of 1.train.sbatch."""
     nodes = os.environ.get("MAMBA_FSDP_NODES")
     if not nodes:
         return None

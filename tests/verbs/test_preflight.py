@@ -81,7 +81,7 @@ def test_equal_nodes_are_fit(report, judge, monkeypatch):
 
 
 LACKING = {  # what is said of a second node: what it has
-    "error: b: no answer": None,
+    "error: b: the first node can't read a report": None,
     "error: b: it has 4 GPUs": {"gpus": 4, "efa": 4},
     "error: b: it has 3 EFA": {"gpus": 8, "efa": 3},
     "error: b: Slurm assigned 8 GPUs, but the driver shows 7; run `nvidia-smi` on the node, and drain "
@@ -116,7 +116,7 @@ def test_a_node_whose_project_folder_is_of_another_version_is_named(folder, repo
     (folder / "b.json").write_text(content)
     code, _, wrong = judge("a", "b")
     assert code == 1 and len(wrong.splitlines()) == 1
-    assert f"error: b: its {machine.PROJECT} holds other code than that of a; mount the" in wrong
+    assert f"error: b: its {machine.PROJECT} contains other code than on a; mount the" in wrong
 
 
 def test_too_little_space_for_the_checkpoints_to_come(folder, report, judge, monkeypatch):

@@ -16,8 +16,8 @@ from tests.support.tiny import resolved
 
 P4D = "--instance=p4d.24xlarge"
 NO_SUCH_PLACE = ": there is no such file or folder"
-NEITHER_WAY = "measure the model with either DATA or --tasks"
-NAME_DATA = "--hours: name the data, as in plan data/mine --hours=8"
+NEITHER_WAY = "give either DATA or --tasks"
+NAME_DATA = "--hours: give the data, as in plan data/mine --hours=8"
 REFUSED = {
     "": {
         "genrate": "there is no verb 'genrate'",
@@ -36,10 +36,10 @@ REFUSED = {
         f"mamba-130m {P4D} --memory=4GB": "--memory=4GB: expected a number",
         "data/builtin --hours=8 --tokens=2e9": NAME_DATA,
         "--hours=8": NAME_DATA,
-        "data/builtin --hours=8 --d_model=64": "d_model: with --hours, plan chooses it",
-        "--hours=8 --tokens=2e9 --model_name=olmo-hybrid-7b": "olmo-hybrid-7b has widths of its own",
+        "data/builtin --hours=8 --d_model=64": "d_model: plan chooses it with --hours",
+        "--hours=8 --tokens=2e9 --model_name=olmo-hybrid-7b": "olmo-hybrid-7b has other fixed widths",
         f"demo {P4D} --hours_between_failures=0": "--hours_between_failures=0: must be above 0",
-        f"demo {P4D} --hours_between_failures=9 --measured=empty": "empty: events.jsonl there has no events of saves",
+        f"demo {P4D} --hours_between_failures=9 --measured=empty": "empty: its events.jsonl has no save",
         "demo --hours_between_failures=9 --memory=24": "the time of a step is unknown",
     },
     "evaluate": {
@@ -68,7 +68,7 @@ REFUSED = {
         "n" * 300: "n" * 300,
     },
     "report": {
-        "": "name at least one run",
+        "": "no run folder was given; give at least one",
         "nowhere": f"nowhere{NO_SUCH_PLACE}",
         "empty": "empty: an empty folder, not a run",
         "run": "metrics.jsonl has no entries yet",
