@@ -134,8 +134,7 @@ class Checkpointer:
         return newest
 
     def reserve_space(self, shards: Sequence[Shard]) -> None:
-        """Allocates the host memory for saves, and removes old checkpoints if the disk has too little space for a new
-        one.
+        """Allocates the host memory for saves, and frees disk space for a new checkpoint by removing old ones.
 
         The ranks need not call it at the same time. Raises UserError if there is too little memory or disk space.
         """

@@ -59,8 +59,8 @@ def make_figure(runs: Sequence[RunSummary], tokenizers_differ: bool = False) -> 
 def list_charts(runs: Iterable[RunSummary]) -> list[str]:
     """Returns the metrics to draw. A metric and its validation share a chart.
 
-    Metrics that are always 0 are omitted, and metrics that equal an earlier one, such as the speed per device of a run
-    on a single device.
+    Omits metrics that are always 0, and metrics that equal an earlier one, such as the speed per device of a run on a
+    single device.
     """
     charts = []
     for run in runs:
@@ -148,8 +148,7 @@ def escape_html(text: str) -> str:
 
 
 def initial_range(values: list[float]) -> dict[str, list[float]]:
-    """Returns {range: [low, high]} for the initial view, without outliers: the highest and the lowest 1 % of the
-    values.
+    """Returns {range: [low, high]} for the initial view, without the highest and the lowest 1 % of the values.
 
     Returns {} if this range is not much smaller than the whole range.
     """

@@ -1,5 +1,4 @@
-"""Selects a backend for each operator in the first minute on a GPU: tests the candidates, and takes the fastest correct
-ones.
+"""Selects a backend for each operator in the first minute on a GPU: tests candidates, and takes the fastest correct ones.
 
 1. The candidates are the backends that this machine has for the model's operators. Rank 0 tests each of them
    (layer_check.py) and records a verdict.

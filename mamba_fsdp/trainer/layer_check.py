@@ -96,7 +96,8 @@ class LayerCheck:
         kinds = [layer.mixer + "+mlp" * layer.mlp for layer in self.model.layer_list()]
         self.kinds = list(dict.fromkeys(kinds))
         self.shape = Rows(training.batch_size, own)
-        # Use enough rows that kernels split them, or not, as in the run: different kernels run in the two cases.
+        # If the rows of the run fill the GPU, so do the rows of the test. With fewer rows, kernels would split them, and
+        # other code would be tested.
         batch = min(training.batch_size, 1 + GPU_FILLING_SIZE // self.model.d_inner)
         self.positions = POSITIONS + own % 16
         self.short = [Rows(batch, self.positions)]

@@ -165,8 +165,8 @@ def translate_error(error: BaseException, rank: int, has_stepped: bool) -> BaseE
     """Translates an error into one that determines whether the launcher restarts the ranks.
 
     If the connection to another rank was lost, returns a TransientError. If memory ran out before the first step, the
-    settings need too much memory, so returns a UserError. If memory runs out later, a restart can help. This error and
-    all others are returned unchanged.
+    settings need too much memory, and a UserError is returned. If memory runs out later, a restart can help. This error
+    and all others are returned unchanged.
 
     rank: the number of this rank. has_stepped: whether the first step has been completed.
     """

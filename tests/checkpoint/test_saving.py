@@ -200,7 +200,7 @@ def refusal(checkpointer, shards):
 
 
 def suffer(world, run):
-    """Saves while the storage of rank 1 fails three times, then permanently, and then is full, synchronously or not.
+    """Saves while the storage of rank 1 has three transient errors, then permanent errors, and then a full disk.
 
     Returns (errors of the failed saves, remaining files).
     """
