@@ -1,7 +1,9 @@
-"""Measures what a lost rank costs compared with plain torchrun: `python -m benchmarks.recovery`.
+"""Measures what a lost rank and a lost node cost, compared with plain torchrun: `python -m benchmarks.recovery`.
 
-Prints the seconds from a kill to the next applied step of a demo run of two ranks on this machine, under this launcher
-and under plain torchrun, in turn. data/builtin must be there: ./1.train.sbatch makes it.
+Prints the seconds from the loss to the next applied step of a demo run of two ranks, under this launcher and under
+plain torchrun, in turn. A rank is lost by SIGKILL on this machine. A node is lost when its power is cut in a Slurm
+cluster of three virtual nodes on this machine, one of which is a spare; that part needs root and Slurm's daemons.
+data/builtin must be there: ./1.train.sbatch makes it.
 """
 
 import contextlib
@@ -19,9 +21,10 @@ from typing import Any
 from benchmarks.measure import command_line, in_turn, spread, table
 from mamba_fsdp.run.names import METRICS
 from mamba_fsdp.run.records import read_events
+from tests.support.cluster import Cluster, missing
 
 PROJECT = Path(__file__).resolve().parents[1]
-LONGEST = 400  # seconds to wait for anything
+MAX_SECONDS = 400  # to wait for anything
 DEMO = [
     "--config=config/demo.yaml",
     "--num_steps=100000",
@@ -29,23 +32,28 @@ DEMO = [
     "--eval_interval=0",
     "--checkpoint_interval=5",
 ]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+OURS = "1.train.sbatch"
+TORCHRUN = "plain torchrun"
+RUN_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=99"]
 LAUNCHERS = {
-    "1.train.sbatch": ["./1.train.sbatch"],
-    "plain torchrun": [*TORCHRUN, "--max-restarts=99", "training.py"],
+    OURS: ["./1.train.sbatch"],
+    TORCHRUN: [*RUN_TORCHRUN, "--standalone", "--nproc-per-node=2", "training.py"],
 }
-ENVIRONMENT = {
-    "PROCESSES_PER_NODE": "2",
-    "OMP_NUM_THREADS": "1",
-    # Else ranks of plain torchrun look for the addresses of those before them, and fail.
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-}
+# Without the last one, ranks of plain torchrun look for the addresses of those before them, and fail.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+RANK_ENVIRONMENT = ENVIRONMENT | {"PROCESSES_PER_NODE": "2"}
+NODE_ENVIRONMENT = ENVIRONMENT | {"SPARE_NODES": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+# Plain torchrun has no spares: it trains on three nodes, and then on two.
+ELASTIC = "--nnodes=2:3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --rdzv-id=1".split()
+STEP_OF_ALL_NODES = (
+    "srun --no-kill --kill-on-bad-exit=0 --nodes=3 --ntasks=3 --cpu-bind=none".split()
+)
 
 
 @contextlib.contextmanager
 def launched(folder: Path, launcher: list[str]) -> Iterator[subprocess.Popen]:
     command = [*launcher, *DEMO, f"--save_ckpt_path={folder}/run"]
-    environment = os.environ | ENVIRONMENT
+    environment = os.environ | RANK_ENVIRONMENT
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=PROJECT, env=environment)
     try:
@@ -68,7 +76,7 @@ def ranks_of(pid: int) -> list[int]:
 
 
 def wait_until(happened: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + LONGEST
+    end = time.monotonic() + MAX_SECONDS
     while time.monotonic() < end:
         value = happened()
         if value:
@@ -81,35 +89,68 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_events(run) if event["event"] == kind]
 
 
+def seconds_to_next_step(run: Path, lose: Callable[[], None]) -> float:
+    """Returns the seconds from `lose()`, after a checkpoint, to the first step of the next start."""
+    metrics = run / METRICS
+    wait_until(lambda: events(run, "checkpoint"), "a checkpoint")
+    began = time.monotonic()
+    lose()
+    before = set(metrics.read_text().splitlines())
+    started = wait_until(lambda: events(run, "started")[1:], "another start")[0]
+    first = f'"step": {started["step"] + 1},'
+
+    def reported() -> bool:
+        lines = set(metrics.read_text().splitlines()) - before
+        return any(first in line for line in lines)
+
+    wait_until(reported, "the step after it")
+    return time.monotonic() - began
+
+
 def lose_a_rank(launcher: list[str]) -> float:
-    """Returns the seconds from the kill of a rank, after a checkpoint, to the first step of the next start."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        run = folder / "run"
-        metrics = run / METRICS
-        with launched(folder, launcher) as process:
-            wait_until(lambda: events(run, "checkpoint"), "a checkpoint")
-            began = time.monotonic()
-            os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
-            before = set(metrics.read_text().splitlines())
-            started = wait_until(lambda: events(run, "started")[1:], "another start")[0]
-            first = f'"step": {started["step"] + 1},'
+    with tempfile.TemporaryDirectory() as folder, launched(Path(folder), launcher) as process:
+        run = Path(folder, "run")
+        return seconds_to_next_step(run, lambda: os.kill(ranks_of(process.pid)[-1], signal.SIGKILL))
 
-            def reported() -> bool:
-                lines = set(metrics.read_text().splitlines()) - before
-                return any(first in line for line in lines)
 
-            wait_until(reported, "the step after it")
-            return time.monotonic() - began
+def lose_a_node(cluster: Cluster, launcher: str) -> float:
+    """Cuts the power of the second node. Slurm does not notice it meanwhile."""
+    with tempfile.TemporaryDirectory(dir=cluster.folder, ignore_cleanup_errors=True) as folder:
+        run = f"{folder}/run"
+        words = [*DEMO, f"--save_ckpt_path={run}"]
+        script = [PROJECT / "1.train.sbatch", *words]
+        if launcher == TORCHRUN:
+            command = [*STEP_OF_ALL_NODES, *RUN_TORCHRUN, *ELASTIC, "training.py", *words]
+            script = ["--wrap=" + " ".join(command)]
+        options = ["--nodes=3", "--exclusive", "--no-kill", f"--output={folder}/log"]
+        cluster.run("sbatch", *options, *script, cwd=PROJECT, env=NODE_ENVIRONMENT)
+        try:
+            return seconds_to_next_step(Path(run), lambda: cluster.cut_power("node2"))
+        finally:
+            cluster.reset()
+
+
+def show(title: str, works: dict[str, Callable[[], float]], rounds: int) -> None:
+    rows = []
+    for name, seconds in in_turn(works, rounds).items():
+        rows.append(
+            {f"seconds to the next step after the loss of a {title}": name} | spread(seconds)
+        )
+    print(table(rows), flush=True)
 
 
 def main() -> None:
     rounds = command_line(__doc__, rounds=3).parse_args().rounds
-    works = {name: partial(lose_a_rank, launcher) for name, launcher in LAUNCHERS.items()}
-    rows = []
-    for name, seconds in in_turn(works, rounds).items():
-        rows.append({"seconds to the next step": name} | spread(seconds))
-    print(table(rows))
+    show("rank", {name: partial(lose_a_rank, words) for name, words in LAUNCHERS.items()}, rounds)
+    reason = missing()
+    if reason:
+        print(f"\nthe loss of a node: not measured, since {reason}")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        with Cluster(Path(folder, "slurm"), gpus=[0, 0, 0]) as cluster:
+            print()
+            works = {name: partial(lose_a_node, cluster, name) for name in LAUNCHERS}
+            show("node", works, rounds)
 
 
 if __name__ == "__main__":
