@@ -84,7 +84,7 @@ def simulate(settings: TrainConfig, size: int, rank: int = 0, *, inside: bool = 
             settings.model, backends=backends, compute_dtype=dtype, reset_at_documents=documents
         )
         if sharing > 1:
-            network.enable_context_parallel(ContextGroup.of(world, sharing))
+            network.enable_context_parallel(ContextGroup.create(world, sharing))
         parallel = parallelize(network, settings.parallel, world=world, compute_dtype=dtype)
         optimizer = make_optimizer(parallel, parameters(settings.model), settings.optimizer, dtype)
         moments = [

@@ -153,7 +153,7 @@ class Duration:
         texts."""
         unit = "tok" if text.endswith("tok") else "steps"
         try:
-            count = whole_number(text.removesuffix("tok"))
+            count = parse_integer(text.removesuffix("tok"))
         except ValueError as error:
             raise ValueError(
                 f"{error} of steps, as in 2000 or 10k, or of tokens, as in 1000tok or 2Btok"
@@ -178,14 +178,14 @@ class Duration:
         return str(self.count) if self.unit == "steps" else f"{self.count}tok"
 
 
-def boolean(text: str) -> bool:
+def parse_boolean(text: str) -> bool:
     """Parses true, yes, on, 1, false, no, off or 0, in upper or lower case. Raises ValueError for other texts."""
     if text.lower() not in BOOLEANS:
         raise ValueError("expected true or false")
     return BOOLEANS[text.lower()]
 
 
-def whole_number(text: str) -> int:
+def parse_integer(text: str) -> int:
     """Parses a text such as 2000, 2_000, 2e3, 10k, 1.5M or 2B exactly. Raises ValueError for other texts and for
     numbers that are not whole."""
     match = re.fullmatch(f"({NUMBER})([kmbgt]?)", text.lower())
@@ -199,7 +199,7 @@ def whole_number(text: str) -> int:
     return int(number)
 
 
-def finite_number(text: str) -> float:
+def parse_float(text: str) -> float:
     """Parses a float. Raises ValueError for other texts, and for nan and inf."""
     try:
         value = float(text)
@@ -212,9 +212,9 @@ def finite_number(text: str) -> float:
 
 # {type of an option: (parser, name of the type on help pages)}
 PARSERS: dict[Any, tuple[Any, str]] = {
-    bool: (boolean, "true|false"),
-    int: (whole_number, "whole number"),
-    float: (finite_number, "number"),
+    bool: (parse_boolean, "true|false"),
+    int: (parse_integer, "whole number"),
+    float: (parse_float, "number"),
     Duration: (Duration.parse, "steps or tokens"),
     str: (str, "text"),
     list[str]: (list, "names"),
@@ -279,7 +279,7 @@ def parse_pairs(name: str, text: str) -> dict[str, float]:
     for item in filter(None, text.replace(" ", "").split(",")):
         key, _, value = item.partition("=")
         try:
-            numbers[key] = finite_number(value)
+            numbers[key] = parse_float(value)
         except ValueError as error:
             raise UserError(f"{name}: {item}: {error}") from None
     return numbers

@@ -35,7 +35,7 @@ from mamba_fsdp.checkpoint.restore import (
 from mamba_fsdp.checkpoint.retention import Retention
 from mamba_fsdp.errors import UserError, first_line, merge_errors
 from mamba_fsdp.parallel.model import Shard
-from mamba_fsdp.parallel.world import World, attempt
+from mamba_fsdp.parallel.world import World, catch_errors
 from mamba_fsdp.run.layout import rank_file, step_name
 from mamba_fsdp.run.lease import Lease, Report
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, STATE
@@ -78,7 +78,7 @@ class Save:
     began: float = field(default_factory=time.monotonic)
     copied: threading.Event | torch.cuda.Event = field(default_factory=threading.Event)
     # While the phase is WRITING, its result is this rank's RankFile. While it is COMMITTING, its result on rank 0 is
-    # (path of the checkpoint, error), as returned by `attempt`.
+    # (path of the checkpoint, error), as returned by `catch_errors`.
     work: Future[Any] = field(default_factory=Future)
 
 
@@ -287,7 +287,7 @@ class Checkpointer:
                 files = self.world.gather_on_rank0(save.work.result())
                 save.phase = Phase.COMMITTING
                 if self.world.rank == 0:
-                    save.work = self.world.run_in_thread(attempt, self._commit, save, files)
+                    save.work = self.world.run_in_thread(catch_errors, self._commit, save, files)
                 return
             self.pending = None
             path, failure = self.world.broadcast_object(save.work.result())
@@ -337,7 +337,7 @@ class Checkpointer:
             sync_folder(save.folder)
             return checksum
 
-        checksum, error = attempt(retry_io, write, path)
+        checksum, error = catch_errors(retry_io, write, path)
         if error:
             error = type(error)(f"{rank_and_host()}: {error}")
         return RankFile(packed, FileName(path.name), checksum, error)

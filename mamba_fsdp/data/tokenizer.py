@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from mamba_fsdp.data.hub import prepare_hub
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.fields import whole_number
+from mamba_fsdp.fields import parse_integer
 from mamba_fsdp.importing.kinds import WANTED_TOKENIZER, check_tokenizer_path, import_command
 from mamba_fsdp.storage.patience import (
     exists,
@@ -316,7 +316,7 @@ def training_size(name: str) -> int | None:
     if not name.startswith("train:"):
         return None
     try:
-        size = whole_number(name.removeprefix("train:"))
+        size = parse_integer(name.removeprefix("train:"))
     except ValueError:
         size = 0
     if not SMALLEST_VOCABULARY <= size <= LARGEST_VOCABULARY:

@@ -82,12 +82,12 @@ class Block(nn.Module):
         if self.is_output_normed:
             residual = hidden + (0.0 if residual is None else residual)
             return residual.to(self.compute_dtype), residual.to(compute_type(residual))
-        return self.normed(hidden, residual, norm)
+        return self.apply_norm(hidden, residual, norm)
 
     def norm_output(self, output: Tensor, norm: nn.Module) -> Tensor:
-        return self.normed(output, None, norm)[0] if self.is_output_normed else output
+        return self.apply_norm(output, None, norm)[0] if self.is_output_normed else output
 
-    def normed(
+    def apply_norm(
         self, hidden: Tensor, residual: Tensor | None, norm: nn.Module
     ) -> tuple[Tensor, Tensor]:
         return add_rms_norm(

@@ -22,7 +22,7 @@ def read_table(file: Path, leaves: Mapping[str, dataclasses.Field]) -> dict[str,
     }
 
 
-def plain(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Returns a preset's name in a normal form. Different spellings of the same name have the same normal form."""
     name = name.lower().rpartition("/")[2].removesuffix("-hf").removesuffix("_4k")
     return name.replace("-", "").replace("_", "")
@@ -30,7 +30,7 @@ def plain(name: str) -> str:
 
 MODELS = read_table(Path(__file__).with_name("models.yaml"), FIELDS)
 PRESETS = {names.split()[0]: values for names, values in MODELS.items()}
-SPELLINGS = {plain(name): names.split()[0] for names in MODELS for name in names.split()}
+SPELLINGS = {normalize_name(name): names.split()[0] for names in MODELS for name in names.split()}
 
 
 def preset(name: str, where: str = "") -> dict[str, Any]:
@@ -43,14 +43,14 @@ def preset(name: str, where: str = "") -> dict[str, Any]:
     Raises UserError for an unknown name, and suggests the nearest one. where: the place that contains the name, for the
     message, as in " (in my.yaml)".
     """
-    spelled = SPELLINGS.get(plain(name))
+    spelled = SPELLINGS.get(normalize_name(name))
     if spelled is None:
         hint = suggest_name(name, PRESETS, f"choose one of {', '.join(PRESETS)}")
         raise UserError(f"model_name={name}: there is no such preset{where}; {hint}")
     return {"model_name": spelled, **PRESETS[spelled]}
 
 
-def title(model: ModelConfig) -> str:
+def model_title(model: ModelConfig) -> str:
     """Returns a name for a model: its preset's name, or "custom (from PRESET)" if its structure differs from the
     preset."""
     named = ModelConfig(**preset(model.model_name))

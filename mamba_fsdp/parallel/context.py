@@ -33,7 +33,7 @@ class ContextGroup:
     device: torch.device
 
     @classmethod
-    def of(cls, world: World, size: int) -> "ContextGroup":
+    def create(cls, world: World, size: int) -> "ContextGroup":
         """Creates the groups of `size` neighbouring ranks, and returns the group of this rank. All ranks call it."""
         row, _ = world.grid(size)
         return cls(world.rank % size, size, row, world.device)

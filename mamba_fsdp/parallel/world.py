@@ -188,7 +188,7 @@ class World:
         ranks."""
 
         def act() -> tuple[Any, UserError | None]:
-            return attempt(action, *inputs) if self.rank == 0 else (None, None)
+            return catch_errors(action, *inputs) if self.rank == 0 else (None, None)
 
         result, failure = self.broadcast_object(self.run_local(act))
         if failure:
@@ -245,7 +245,7 @@ def peer_lost_error(error: BaseException, rank: int) -> TransientError | None:
     )
 
 
-def attempt(action: Callable[..., Any], *inputs: Any) -> tuple[Any, UserError | None]:
+def catch_errors(action: Callable[..., Any], *inputs: Any) -> tuple[Any, UserError | None]:
     """Calls `action(*inputs)`. Returns (result, None), or (None, the exception as a UserError)."""
     try:
         return action(*inputs), None

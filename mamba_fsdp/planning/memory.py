@@ -16,7 +16,7 @@ from mamba_fsdp.model import spec
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.parallel.parallelize import choose_strategy, select_recomputed
 from mamba_fsdp.parallel.world import World
-from mamba_fsdp.planning.passes import PassBytes, measure
+from mamba_fsdp.planning.passes import PassBytes, measure_passes
 from mamba_fsdp.settings.train_config import TrainConfig
 
 FP32 = 4  # bytes per element
@@ -138,15 +138,15 @@ class Workload:
     def passes(self) -> PassBytes:
         if self.measured:
             return self.measured
-        return measure(self.settings, self.backends, self.is_sharded, self.world.device.type)
+        return measure_passes(self.settings, self.backends, self.is_sharded, self.world.device.type)
 
     @property
-    def kept(self) -> list[int]:
+    def saved(self) -> list[int]:
         """Returns the bytes that each block saves for its backward pass. A block that recomputes saves only its two
         inputs."""
         inputs = self.tokens * (FP32 + self.width) * self.model.d_model
         return [
-            inputs if recomputes else block.kept
+            inputs if recomputes else block.saved
             for recomputes, block in zip(self.recomputes, self.passes.blocks)
         ]
 
@@ -220,11 +220,11 @@ def gathered_bytes(work: Workload) -> int:
 def activations_bytes(work: Workload) -> int:
     """Returns the peak of the activations: the bytes that all blocks have saved for the backward pass, plus the bytes
     that the backward pass of the current block needs, at the block where the sum is largest."""
-    kept_before = 0
+    saved_before = 0
     peak = 0
-    for kept, block in zip(work.kept, work.passes.blocks):
-        peak = max(peak, kept_before + block.kept + block.working)
-        kept_before += kept
+    for saved, block in zip(work.saved, work.passes.blocks):
+        peak = max(peak, saved_before + block.saved + block.working)
+        saved_before += saved
     return peak
 
 
@@ -233,7 +233,7 @@ def loss_bytes(work: Workload) -> int:
 
     With sharding, there are two differences: the gradient of the output layer exists until the end of the backward
     passes, and no block's weights are gathered during the loss."""
-    beyond = sum(work.kept) + work.passes.loss - activations_bytes(work)
+    beyond = sum(work.saved) + work.passes.loss - activations_bytes(work)
     if not work.is_sharded:
         return max(0, beyond)
     blocks_gathered = gathered_bytes(work) - work.width * work.non_block_size

@@ -37,8 +37,8 @@ MAX_GDN_POSITIONS = 2048  # lower, because GDN makes a hundred calls per chunk
 class BlockBytes:
     """The bytes that a block allocates for a micro-batch."""
 
-    kept: int  # bytes that are saved for the backward pass
-    working: int  # peak of the backward pass, in addition to `kept`
+    saved: int  # bytes that are saved for the backward pass
+    working: int  # peak of the backward pass, in addition to `saved`
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PassBytes:
     """The bytes that the forward and the backward pass of a micro-batch allocate."""
 
     blocks: list[BlockBytes]
-    loss: int  # bytes for the final norm and the loss, in addition to `kept` of all blocks
+    loss: int  # bytes for the final norm and the loss, in addition to `saved` of all blocks
 
 
 class StorageBytes(TorchDispatchMode):
@@ -117,7 +117,7 @@ class FakeContextGroup(ContextGroup):
 def fake_kernels() -> Iterator[None]:
     """Replaces the modules of Triton kernels inside the block, so that operators run on the meta device."""
     modules: Any = sys.modules
-    kept = {name: modules[name] for name in KERNEL_MODULES if name in modules}
+    saved = {name: modules[name] for name in KERNEL_MODULES if name in modules}
     modules.update(dict.fromkeys(KERNEL_MODULES, FakeKernel()))
     try:
         # A dispatch mode sees only the operations of its own thread.
@@ -126,10 +126,10 @@ def fake_kernels() -> Iterator[None]:
     finally:
         for name in KERNEL_MODULES:
             del modules[name]
-        modules.update(kept)
+        modules.update(saved)
 
 
-def measure(
+def measure_passes(
     settings: TrainConfig, backends: dict[str, str], is_sharded: bool, device_type: str
 ) -> PassBytes:
     """Returns the bytes that the passes of a micro-batch allocate.
@@ -213,11 +213,11 @@ def block_bytes(
         streams = make_streams(network, batch_size, positions)
         with StorageBytes() as counter:
             hidden, residual = block(*streams, seq_idx, documents)
-            kept = counter.current - hidden.nbytes  # the next block frees hidden after adding it
+            saved = counter.current - hidden.nbytes  # the next block frees hidden after adding it
             gradients = [torch.empty_like(hidden), torch.empty_like(residual)]
             counter.peak = 0
             torch.autograd.backward([hidden, residual], gradients)
-        return [kept, counter.peak - hidden.nbytes - kept]
+        return [saved, counter.peak - hidden.nbytes - saved]
 
     return BlockBytes(
         *extrapolate(run, settings.positions_per_rank(), max_positions, max_positions // 2)

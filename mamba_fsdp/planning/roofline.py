@@ -109,7 +109,7 @@ def moved_bytes(work: Workload) -> float:
     twice. Other tensors of a block count twice. The logits count six times too."""
     moved = 6.0 * work.width * work.model.padded_vocab_size * work.tokens
     for block, repeats in zip(work.passes.blocks, work.repeats):
-        moved += repeats * (6 * block.kept + 2 * block.working)
+        moved += repeats * (6 * block.saved + 2 * block.working)
     return moved
 
 
@@ -130,7 +130,7 @@ class Links:
     link_rate: float  # bytes per second from a device to the other devices of its node
     network_rate: float  # bytes per second from a node to other nodes
 
-    def gathering(self, size: float, calls: int, nodes: int) -> float:
+    def all_gather_seconds(self, size: float, calls: int, nodes: int) -> float:
         """Returns the seconds of `calls` all-gathers or reduce-scatters over `nodes` nodes. size: total bytes of all
         calls."""
         over_links = size * (self.local_size - 1) / self.local_size / self.link_rate
@@ -138,7 +138,7 @@ class Links:
         hops = calls * (nodes * self.local_size - 1)
         return max(over_links, over_network) + hops * HOP_SECONDS
 
-    def exchanging(self, largest: float, total: float, ranks: int) -> float:
+    def all_to_all_seconds(self, largest: float, total: float, ranks: int) -> float:
         """Returns the seconds of an all-to-all over `ranks` ranks. largest: bytes that the rank with the most data
         sends. total: bytes that all ranks send."""
         nodes = ranks // self.local_size
@@ -166,24 +166,24 @@ def network_traffic(work: Workload, machine: Instance, passes: int) -> Traffic:
     shared_rate = (
         links.link_rate if work.context_parallel_size <= links.local_size else links.network_rate
     )
-    exposed = passes * shared_bytes(work) / shared_rate + muon_exchange(work, links)
+    exposed = passes * context_parallel_bytes(work) / shared_rate + muon_exchange(work, links)
     layers = work.model.n_layer
     outside = work.non_block_size
     count = work.parameter_count
     blocks = count - outside
     if work.strategy == "ddp":
         return Traffic(
-            overlapping=2 * links.gathering(FP32 * blocks, layers, nodes),
-            exposed=2 * links.gathering(FP32 * outside, 1, nodes) + exposed,
+            overlapping=2 * links.all_gather_seconds(FP32 * blocks, layers, nodes),
+            exposed=2 * links.all_gather_seconds(FP32 * outside, 1, nodes) + exposed,
         )
     across = nodes if work.strategy == "fsdp" else 1
     reductions = 1 if work.settings.parallel.accumulate_unsharded else passes
     traffic = Traffic(
-        overlapping=2 * passes * links.gathering(work.width * blocks, layers, across)
-        + reductions * links.gathering(FP32 * blocks, layers, across),
+        overlapping=2 * passes * links.all_gather_seconds(work.width * blocks, layers, across)
+        + reductions * links.all_gather_seconds(FP32 * blocks, layers, across),
         exposed=exposed
-        + passes * links.gathering(work.width * outside, 1, across)
-        + reductions * links.gathering(FP32 * outside, 1, across),
+        + passes * links.all_gather_seconds(work.width * outside, 1, across)
+        + reductions * links.all_gather_seconds(FP32 * outside, 1, across),
     )
     if work.strategy == "hsdp" and nodes > 1:
         # Each rank reduces its shard with the replicas on the other nodes. All ranks of a node share its network.
@@ -199,11 +199,13 @@ def muon_exchange(work: Workload, links: Links) -> float:
     sizes = [work.width * parameter.size for parameter in work.muon_parameters]
     owned = work.max_rank_cost(sizes)
     replicas = work.world.size // work.shard_ranks
-    momenta = links.exchanging(owned, sum(sizes) / replicas, work.shard_ranks)
-    return momenta + links.exchanging(replicas * owned, replicas * sum(sizes), work.world.size)
+    momenta = links.all_to_all_seconds(owned, sum(sizes) / replicas, work.shard_ranks)
+    return momenta + links.all_to_all_seconds(
+        replicas * owned, replicas * sum(sizes), work.world.size
+    )
 
 
-def shared_bytes(work: Workload) -> float:
+def context_parallel_bytes(work: Workload) -> float:
     """Returns the bytes that a rank receives in a micro-batch because of context parallelism.
 
     SSM layers exchange states and their gradients, in fp32. Attention exchanges keys and values, and their gradients in

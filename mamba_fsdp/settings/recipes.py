@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from mamba_fsdp.model.presets import plain, read_table
+from mamba_fsdp.model.presets import normalize_name, read_table
 from mamba_fsdp.settings.train_config import all_settings
 
 RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
 LEAVES = {name: leaf for name, (_, leaf) in all_settings().items()}
 RECIPES = {
-    plain(name): values
+    normalize_name(name): values
     for names, values in read_table(RECIPES_FILE, LEAVES).items()
     for name in names.split()
 }
@@ -20,7 +20,7 @@ def recipe_name(model_name: str) -> str:
     the model's name, otherwise "others"."""
     organisation, _, _ = model_name.partition("/")
     for name in (organisation, model_name):
-        if plain(name) in RECIPES:
+        if normalize_name(name) in RECIPES:
             return name
     return "others"
 
@@ -31,7 +31,7 @@ def recipe(model_name: str, from_weights: bool = False) -> dict[str, Any]:
     from_weights: whether training starts from trained weights. The recipe is then "others" with this model's seq_length,
     because the learning rate of a training from scratch would damage the weights."""
     others = RECIPES["others"]
-    chosen = RECIPES[plain(recipe_name(model_name))]
+    chosen = RECIPES[normalize_name(recipe_name(model_name))]
     if from_weights:
         return others | {"seq_length": chosen["seq_length"]}
     return chosen

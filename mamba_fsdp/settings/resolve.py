@@ -15,7 +15,7 @@ from mamba_fsdp import fields
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import Duration, format_value, parse
 from mamba_fsdp.model.config import ModelConfig
-from mamba_fsdp.model.presets import SPELLINGS, plain, preset
+from mamba_fsdp.model.presets import SPELLINGS, normalize_name, preset
 from mamba_fsdp.run.layout import check_is_run_folder, list_committed
 from mamba_fsdp.run.names import CHECKPOINTS, SETTINGS
 from mamba_fsdp.settings import other_launchers
@@ -205,7 +205,7 @@ def find_config_file(name: str) -> Path | None:
     same = other_launchers.load_table()["ready_runs"].get(Path(name).stem)
     if same:
         raise UserError(f"config: there is no file {name}; that run is --config={same} here")
-    if "/" in name or plain(name) not in SPELLINGS:
+    if "/" in name or normalize_name(name) not in SPELLINGS:
         hint = f"give a path, a model's name or one of {', '.join(sorted(ready))}"
         raise UserError(f"config: there is no file {name}; {hint}")
     return None

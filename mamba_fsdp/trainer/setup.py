@@ -15,7 +15,7 @@ from mamba_fsdp.errors import MEMORY_ADVICE, UserError
 from mamba_fsdp.interop.architectures import exportable
 from mamba_fsdp.model.init import initial_values
 from mamba_fsdp.model.lm import MambaLM
-from mamba_fsdp.model.presets import title
+from mamba_fsdp.model.presets import model_title
 from mamba_fsdp.model.spec import parameter_count, parameters
 from mamba_fsdp.ops.backends import BackendChoice, resolve_backends
 from mamba_fsdp.parallel.context import ContextGroup
@@ -167,7 +167,7 @@ class RunSetup:
         precision = settings.training.precision(device)
         strategy = choose_strategy(settings.parallel, shape).replace("none", "no sharding")
         self.print_line(
-            f"model      {title(model)}: {parameter_count(model):,} parameters, {format_count(model.n_layer, 'layer')}, "
+            f"model      {model_title(model)}: {parameter_count(model):,} parameters, {format_count(model.n_layer, 'layer')}, "
             f"{precision}, {strategy} on {shape.size} x {device}"
         )
         try:
@@ -298,5 +298,5 @@ def build_model(settings: TrainConfig, world: World, backends: dict[str, str]) -
         )
     sharing = settings.parallel.context_parallel
     if sharing > 1:
-        network.enable_context_parallel(ContextGroup.of(world, sharing))
+        network.enable_context_parallel(ContextGroup.create(world, sharing))
     return parallelize(network, settings.parallel, world=world, compute_dtype=dtype)

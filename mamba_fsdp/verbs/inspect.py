@@ -28,7 +28,7 @@ from mamba_fsdp.importing.kinds import (
     unexpected_path_error,
 )
 from mamba_fsdp.model.config import ModelConfig, parse_model_config
-from mamba_fsdp.model.presets import title
+from mamba_fsdp.model.presets import model_title
 from mamba_fsdp.reporting.console import describe_share, print_field
 from mamba_fsdp.run.layout import newest_step
 from mamba_fsdp.run.names import EVALUATIONS, METRICS, MODEL_CONFIG, SETTINGS, STATUS, TASK_RESULTS
@@ -240,7 +240,7 @@ def show_tensors(path: Path) -> None:
 
 def describe_model(model: ModelConfig) -> str:
     return (
-        f"{title(model)}, {format_count(model.n_layer, 'layer')} {model.layers}, d_model {model.d_model}, "
+        f"{model_title(model)}, {format_count(model.n_layer, 'layer')} {model.layers}, d_model {model.d_model}, "
         f"vocabulary {model.vocab_size:,}"
     )
 

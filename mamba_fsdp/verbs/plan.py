@@ -39,7 +39,7 @@ from mamba_fsdp.data.selection import training_sources
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import condition, setting
 from mamba_fsdp.importing.kinds import classify_path, unexpected_path_error
-from mamba_fsdp.model.presets import SPELLINGS, plain, preset, title
+from mamba_fsdp.model.presets import SPELLINGS, model_title, normalize_name, preset
 from mamba_fsdp.planning.devices import INSTANCES, Instance
 from mamba_fsdp.planning.failures import Costs, find_intervals
 from mamba_fsdp.reporting.console import Console, format_json
@@ -115,7 +115,7 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
     config = settings_by_name.pop("config", None)
     if name and not options.hours and exists(name[0]):
         raise UserError(_not_a_model_message(name[0]))
-    if name and options.hours and plain(name[0]) in SPELLINGS and not exists(name[0]):
+    if name and options.hours and normalize_name(name[0]) in SPELLINGS and not exists(name[0]):
         raise UserError(
             f"{name[0]} is a model; with --hours, give the data, as in plan data/mine --model_name={name[0]}"
         )
@@ -145,7 +145,7 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
     else:
         for note in settings.notes:
             print(f"settings   {note}")
-        print(f"model      {title(settings.model)}: {expected.parameters:,} parameters")
+        print(f"model      {model_title(settings.model)}: {expected.parameters:,} parameters")
         machines = f"{expected.nodes} x {options.instance}".removesuffix(" x ")
         print(
             f"machines   {machines}: {expected.devices} x {machine.device} of {machine.memory:.1f} GB"

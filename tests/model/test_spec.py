@@ -4,7 +4,7 @@ import pytest
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.config import ModelConfig
-from mamba_fsdp.model.presets import PRESETS, preset, title
+from mamba_fsdp.model.presets import PRESETS, model_title, preset
 from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameter_count
 
 PUBLISHED = {  # number of parameters in the released checkpoints
@@ -106,12 +106,12 @@ def test_other_spellings_of_preset_names(spelling, name):
 
 def test_the_title_of_a_changed_preset_is_custom():
     # The chunk size does not change results.
-    assert title(ModelConfig(**preset("mamba2-130m"), chunk_size=64)) == "mamba2-130m"
+    assert model_title(ModelConfig(**preset("mamba2-130m"), chunk_size=64)) == "mamba2-130m"
     assert (
-        title(ModelConfig(**{**preset("mamba2-130m"), "d_model": 512}))
+        model_title(ModelConfig(**{**preset("mamba2-130m"), "d_model": 512}))
         == "custom (from mamba2-130m)"
     )
-    assert title(ModelConfig(n_layer=6)) == "custom (from demo)"
+    assert model_title(ModelConfig(n_layer=6)) == "custom (from demo)"
 
 
 def test_an_unknown_preset_is_an_error_with_suggestions():

@@ -66,7 +66,7 @@ def errors(world, cases):
     """Returns the largest relative error of each case."""
     settings = TrainConfig()
     settings = settings.with_values(context_parallel=world.size)
-    context = ContextGroup.of(world, world.size)
+    context = ContextGroup.create(world, world.size)
     error_of = {}
     for case in cases:
         family, length, documents, how = case
