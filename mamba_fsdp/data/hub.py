@@ -12,7 +12,7 @@ from mamba_fsdp.importing.kinds import input_kind
 from mamba_fsdp.text import suggest_path
 
 HUB = ("huggingface.co", 443)
-HUB_SECONDS = 5.0  # to wait for an answer
+HUB_SECONDS = 5.0  # the time that the Hub has to answer
 
 
 @functools.cache  # prints and tries once

@@ -36,7 +36,9 @@ SAMPLES = [
     "The quick BROWN fox, it's 3.14159  and 1,000,000;\n\n\tdef f(x):\r\n    return x != None",
     "na\u00efve nai\u0308ve \ufb01ne  \u4f60\u597d\u4e16\u754c \u0417\u0434\u0440 \U0001f600\u200d \u00a0x",
 ]
-SPACES = str.maketrans({"\u0120": " ", "\u2581": " ", "\u010a": "\n"})  # as vocabularies write them
+SPACES = str.maketrans(
+    {"\u0120": " ", "\u2581": " ", "\u010a": "\n"}
+)  # the letters that stand for white space in vocabularies
 IDENTITY = "ids:"  # each identity's start; change it with the way to compute one
 ANOTHER_TOKENIZER = (
     "use one tokenizer for both (get_dataset.py --tokenizer=FOLDER takes any), or give "
@@ -75,14 +77,14 @@ def read_backend(path: Path) -> Tokenizer:
     content = read_bytes(path)
     if content.startswith(codecs.BOM_UTF8):
         raise UserError(
-            f"{path} begins with a byte order mark, which JSON does not allow; remove it: "
+            f"{path} begins with a byte order mark, but JSON does not allow one; remove it: "
             f"sed -i '1s/^\\xef\\xbb\\xbf//' {shlex.quote(str(path))}"
         )
     return without_panic(Tokenizer.from_str, content.decode())
 
 
 class TextTokenizer:
-    """A tokenizer that encodes and decodes text, and says of itself what a token store records.
+    """A tokenizer that encodes and decodes text, with the facts that a token store records.
 
     eos: its id, None if there is none; separators: ids of the tokens that can stand at the ends of a document;
     vocab_size: one more than the largest id; identity: see `identity_of`.
@@ -108,7 +110,7 @@ class TextTokenizer:
         self.eos_token = eos_token
         self._transformers_form = transformers_form
         self.prefix: list[int] = []
-        self._is_amended = False  # differs from what `transformers_form` would save
+        self._is_amended = False  # whether it differs from `transformers_form`
         self.eos = backend.token_to_id(eos_token) if eos_token else None
         bos_token = getattr(transformers_form, "bos_token", None)
         self.separators = [backend.token_to_id(token) for token in (eos_token, bos_token) if token]
@@ -120,8 +122,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of one text after the prefix, without other tokens that some tokenizers add at its ends. Text
-        that spells a special token is read as `special_is_text` says: as that token in a prompt (`load_words`), as text
-        in a document."""
+        that spells a special token is that token in a prompt (`load_words`), and text in a document."""
         return self.prefix + self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
@@ -228,7 +229,7 @@ class NoTokenizer(TextTokenizer):
         self.vocab_size = vocab_size
         if self.eos >= vocab_size:
             raise UserError(
-                f"--eos_token={eos_token} is beyond --vocab_size={vocab_size}, which is one more than the largest token id"
+                f"--eos_token={eos_token} is beyond --vocab_size={vocab_size}; give one more than the largest token id"
             )
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
@@ -248,7 +249,7 @@ def identity_of(backend: Tokenizer) -> str:
     """Returns a text that is equal for tokenizers that encode alike, whatever their names and whoever wrote their
     files.
 
-    It is a digest of the tokens with their ids, and of the ids of texts that hold all tokens. `backend` is not changed:
+    It is a digest of the tokens with their ids, and of the ids of texts that contain all tokens. `backend` is not changed:
     a copy of it, without truncation and padding, encodes these texts.
     """
     backend = Tokenizer.from_str(backend.to_str())
@@ -267,8 +268,8 @@ def identity_of(backend: Tokenizer) -> str:
 
 
 def identities_in(folder: Path | None) -> Iterator[str]:
-    """Yields the identities of the tokenizer in a folder: as its tokenizer.json says, and as `transformers`, which may
-    amend that, loads it. Yields nothing if no tokenizer there has a fast form."""
+    """Yields the identities of the tokenizer in a folder: first of its tokenizer.json, then of the tokenizer that
+    `transformers` makes of it. Yields nothing if no tokenizer there has a fast form."""
     if folder is None:
         return
     with contextlib.suppress(Exception):  # the libraries raise whatever a file runs into
@@ -386,7 +387,7 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
 def load_words(path: str | Path) -> TextTokenizer:
     """Returns the tokenizer of a folder or name for prompts: text that spells a special token is read as that token.
 
-    If the folder's two files say everything, transformers is not imported, which takes a second. Raises UserError.
+    Importing transformers takes a second, so it is left out if the folder's two files suffice. Raises UserError.
     """
     path = check_tokenizer_path(path)
     try:

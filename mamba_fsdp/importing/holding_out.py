@@ -7,11 +7,11 @@ import numpy as np
 
 from mamba_fsdp.data.sampler import splitmix64
 
-SPANS = 16  # that the whole input has, about
-BYTES_A_TOKEN = 4  # about
+SPANS = 16  # the approximate number of spans in the whole input
+BYTES_A_TOKEN = 4  # an estimate
 MIN_SPAN = 64  # tokens
 MAX_SPAN = 1 << 16
-USUAL_SPAN = 1 << 10  # for an input of unknown size
+USUAL_SPAN = 1 << 10  # the span if the size of the input is not known
 PART = 1 << 40  # more spans than one part of the work has
 
 

@@ -80,7 +80,7 @@ def find_files(input: str, options: DatasetConfig, left_out: LeftOut) -> list[In
 
 
 def is_local(input: str) -> bool:
-    """Returns whether `input` names files on this machine. Any other name is one on the Hub: see prepare_hub."""
+    """Returns whether `input` names files on this machine. Any other name refers to the Hub: see prepare_hub."""
     path = os.path.expanduser(input)
     return input == "builtin" or exists(path) or glob.has_magic(path)
 
@@ -163,7 +163,7 @@ def _hub_splits(name: str, options: DatasetConfig) -> list[InputFile]:
 
     try:
         splits = datasets.get_dataset_split_names(name, options.config or None)
-    except Exception as error:  # the name, split or config is unknown, there is no network, ...
+    except Exception as error:  # an unknown name, split or config, no network, ...
         raise UserError(
             f"{name}: no file or folder here, and `datasets` can't load it ({first_line(error)}){suggest_path(Path(name))}"
         ) from error

@@ -64,9 +64,12 @@ def _documents_of_whole(file: InputFile, text: str, column: str) -> Iterator[Doc
 
 
 def _rows_within(value: Any, column: str) -> list[Any]:
-    """Returns the rows in the only value of a file. A list consists of rows. An object can contain them as a list of texts
-    in `column`, which pandas writes as an object with numbered fields, as its only list of objects, or as its own fields,
-    all of them objects. Otherwise the value itself is the row."""
+    """Returns the rows in the only value of a file.
+
+    A list consists of rows. An object contains rows if it has a list of texts in `column` (pandas writes an object with
+    numbered fields instead), if exactly one of its fields is a list of objects, or if all its fields are objects. Any other
+    value is itself the row.
+    """
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
@@ -163,8 +166,8 @@ def _flattened(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def likely_text(fields: dict[str, Any]) -> str:
-    """Returns the name of the field with the longest text, which can be a list of texts, else of one with token ids; "" if
-    there is neither."""
+    """Returns the name of the field with the longest text or list of texts, else of a field with token ids; "" if there is
+    neither."""
     sizes = {}
     for name, value in fields.items():
         if isinstance(value, (str, list)) and value:

@@ -48,7 +48,7 @@ INDEX = "index.json"
 DATASET = "dataset.json"
 PROGRESS = ".progress"  # exists while an import is unfinished
 BEGUN = f"{PROGRESS}/begun.json"
-# {the store that an import writes for a split: the words by which folders and files are named after this split}
+# {split, also the name of its store: the names that identify the split in the names of folders and files}
 SPLITS = {
     "train": ["train"],
     "validation": ["validation", "valid", "val", "dev", "eval", "heldout"],
@@ -225,7 +225,7 @@ MAGIC = [kind for kind in FILES if kind.magic]
 ANY_MAGIC = re.compile("|".join(f"({kind.magic})" for kind in MAGIC), re.DOTALL)
 AMBIGUOUS = ("json", "page")  # a text can begin like these
 UNDECIDED = ("nothing", "pruned", "other", "settings", "part")  # reading them decides
-BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # those of UTF-16 and UTF-32
+BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # UTF-16 and UTF-32
 # Files that describe the data next to them.
 DESCRIPTION = re.compile(
     r"(README|LICEN[CS]E|CITATION)([-._].*)?\.(md|txt)|(dataset_infos|index|meta|metadata)\.json",
@@ -313,8 +313,8 @@ def check_input(path: str | Path) -> None:
 
 
 def tokenizer_path_in(path: str | Path) -> Path | None:
-    """Returns the folder or the file of the tokenizer that `path` names: itself, or that of a run, a store, a dataset or
-    an export. Returns None if there is none."""
+    """Returns the folder or the file of a tokenizer: `path` itself, or the tokenizer in the run, store, dataset or export
+    at `path`. Returns None if there is none."""
     folder = Path(path)
     if is_file(folder):
         return folder
@@ -325,7 +325,7 @@ def tokenizer_path_in(path: str | Path) -> Path | None:
 
 
 def check_tokenizer_path(path: str | Path) -> Path:
-    """Returns what tokenizer_path_in does. Raises UserError if `path` exists and contains no tokenizer.
+    """Returns the path that tokenizer_path_in finds. Raises UserError if `path` exists and contains no tokenizer.
 
     A name that does not exist is returned unchanged: it can be one on the Hub.
     """
@@ -672,7 +672,7 @@ def files_below(place: Path, left_out: LeftOut) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add(target)
-        left_out[HIDDEN] += [str(folder / name) for name in names if name.startswith(".")]
+        left_out[HIDDEN] += sorted(str(folder / name) for name in names if name.startswith("."))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in _data_files(folder, files, left_out):
             yield folder / name

@@ -19,14 +19,14 @@ def check_losses(tokenizer: TextTokenizer, texts: Iterable[str], is_accepted: bo
     example = ""
     for text in texts:
         text = text.strip()  # some decoders take the white space that their encoders put there
-        back = come_back(tokenizer, text).strip()
+        back = round_trip(tokenizer, text).strip()
         missing = Counter(text) - Counter(back)  # wherever they were
         total += len(text)
         lost += sum(missing.values())
         if missing and not example:
             first = len(commonprefix([text, back]))
             part = text[max(0, first - AROUND) : first + AROUND].strip()
-            example = f"{part!r} comes back as {come_back(tokenizer, part)!r}"
+            example = f"{part!r} comes back as {round_trip(tokenizer, part)!r}"
     if not lost:
         return
     loss = (
@@ -38,8 +38,8 @@ def check_losses(tokenizer: TextTokenizer, texts: Iterable[str], is_accepted: bo
     print(f"warning: {loss}", flush=True)
 
 
-def come_back(tokenizer: TextTokenizer, text: str) -> str:
-    """Returns the text of a text's ids, without the token for what is unknown."""
+def round_trip(tokenizer: TextTokenizer, text: str) -> str:
+    """Encodes and decodes a text. Leaves out the token for unknown text."""
     unknown = getattr(tokenizer.backend.model, "unk_token", None)
     unknown_id = tokenizer.backend.token_to_id(unknown) if unknown else None
     (ids,) = tokenizer.encode_documents([text])

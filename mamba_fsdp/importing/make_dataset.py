@@ -296,7 +296,7 @@ class _Part:
                 writer.close()
 
     def _write(self, batch: DocumentBatch, tokens: np.ndarray, tokenizer: TextTokenizer) -> None:
-        """Distributes the documents of a batch over the stores. tokens: (n,), in which each eos ends a document."""
+        """Distributes the documents of a batch over the stores. tokens: (n,), each eos ends a document."""
         state = self.state
         state.position = batch.position
         state.counts = dict(Counter(state.counts) + batch.counts)
@@ -359,7 +359,7 @@ def encode(
                 yield ahead.popleft().result()
         for future in ahead:
             yield future.result()
-    finally:  # after Ctrl-C too: waits for nothing
+    finally:  # does not wait for the threads, so that Ctrl-C ends at once
         threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -36,7 +36,7 @@ SKIPPED_FILES = "that can't be read, from the first fault on"
 class WrittenFile:
     """A file of token ids that a part has written, with its file of document starts."""
 
-    path: Path  # without the suffix
+    path: Path  # the path of both files, without their suffixes
     entry: StoreFile
 
 
@@ -84,7 +84,7 @@ def merge(
         least = min(wanted, tokens["validation"])
     if least < LEAST or not tokens.get("train"):
         raise UserError(
-            f"{format_count(sum(tokens.values()), 'token')} are too few to hold {options.validation_fraction:.3g} of them out "
+            f"{format_count(sum(tokens.values()), 'token')} are too few to hold out {options.validation_fraction:.3g} of them "
             "for validation; give --overwrite --validation_fraction=0"
         )
     stores = []

@@ -17,7 +17,7 @@ from mamba_fsdp.storage.formats import DATASET
 from mamba_fsdp.storage.typed_json import read_object, write_object
 from mamba_fsdp.text import format_quantity
 
-STATE = "state.json"  # of a part
+STATE = "state.json"  # the file with the state of a part
 START_AGAIN = "start again with --overwrite, or remove it by hand"
 
 
@@ -27,8 +27,8 @@ class PartState:
 
     HAS_OTHER_FIELDS = True  # earlier versions had some
     position: Position = BEGINNING  # the position in the input
-    tokens: int = 0  # those of all documents, counted if some are held out
-    open_tokens: int = 0  # those of the last document, if it continues
+    tokens: int = 0  # the tokens of all documents, counted if some are held out
+    open_tokens: int = 0  # the tokens of the last document, if it continues
     empty: int = 0  # documents without a token, left out
     counts: dict[str, int] = field(default_factory=dict)  # see reading.py
     fault: str = ""  # the fault of the first record that is left out
@@ -38,7 +38,7 @@ class PartState:
 
 
 class Pace:
-    """Says which share of the files is read, and how long the rest will take."""
+    """Estimates which share of the files is read, and how long the rest will take."""
 
     def __init__(self, files: list[InputFile]) -> None:
         self.files = files
@@ -84,8 +84,8 @@ def records_settings(
     settings: dict[str, Any],
     remedy: str = "choose another folder, or give --overwrite",
 ) -> bool:
-    """Returns whether the file is there and records these settings. Raises UserError, which ends in `remedy`, if it
-    records others. Ignores settings that an earlier version did not have."""
+    """Returns whether the file exists and records these settings. Raises UserError with `remedy` at its end if it records
+    others. Ignores settings that an earlier version did not have."""
     try:
         recorded = read_object(path, dict[str, Any], START_AGAIN, DATASET)
     except FileNotFoundError:

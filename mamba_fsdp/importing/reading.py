@@ -15,7 +15,9 @@ from mamba_fsdp.importing.text_files import NulByte, check_head, fault_in
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 MAX_REASON = 700  # characters
-SECONDS_OF_CHECKING = 60.0  # to check all files before any is encoded: a GB takes about one
+SECONDS_OF_CHECKING = (
+    60.0  # the limit for checking files before any is encoded; a GB takes about one second
+)
 SKIP = "--skip_unreadable=true leaves such parts out"
 TEXTS = ("text", "json", "csv")
 TABLES = ("parquet", "arrow")
@@ -131,7 +133,7 @@ def _documents(
         except UnreadableFile as error:
             if not options.skip_unreadable:
                 raise
-            share.unreadable[file.name] = str(error)
+            share.unreadable[file.name] = str(error).removesuffix(f"; {SKIP}")
             # The next file's first document must not continue this one.
             if isinstance(document, Document) and not document.ends:
                 yield (number, row + 1), Document(document.content[:0], begins=False)
@@ -163,8 +165,8 @@ def _unreadable(file: InputFile, reason: str, advice: str = "") -> UnreadableFil
 def check_content(files: list[InputFile], encoding: str) -> None:
     """Raises UnreadableFile for a file that is something else than its name suggests, or text in another encoding.
 
-    Reading finds that too, but in a large file after hours of encoding. What takes long is left to reading: compressed
-    files, and what a minute does not suffice for. So are token ids, which can look like anything.
+    Reading finds that too, but in a large file after hours of encoding. Compressed files, token ids, and files that can't
+    be checked within a minute are left to reading.
     """
     deadline = time.monotonic() + SECONDS_OF_CHECKING
     for file in files:

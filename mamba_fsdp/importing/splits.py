@@ -13,14 +13,14 @@ from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 WORD = re.compile("[a-z]+")
 NUMBERING = re.compile(r"\d+([-_]of[-_]\d+)?")
-PART = re.compile(r"(.*?)(\d+)([-_]of[-_])(\d+)(.*)")  # as in train-00000-of-00003.parquet
+PART = re.compile(r"(.*?)(\d+)([-_]of[-_])(\d+)(.*)")  # matches train-00000-of-00003.parquet
 
 
 class SplitName(NamedTuple):
     """The split that the name of a file or folder contains."""
 
     split: str  # a key of SPLITS, or empty
-    rest: tuple[str, ...]  # the words of the name, with "" for the split
+    rest: tuple[str, ...]  # all parts of the name that are letters, with "" for the split
 
 
 def splits_of(files: list[Path], root: Path, options: DatasetConfig) -> list[str]:

@@ -15,7 +15,10 @@ from mamba_fsdp.importing.json_records import field_of
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 ROWS = 64  # rows of a table that are read at a time
-TOKEN_COLUMNS = ("tokens", "input_ids")  # used if there is no column `text`, the default
+TOKEN_COLUMNS = (
+    "tokens",
+    "input_ids",
+)  # read if the column `text` is missing and no other is named
 UNCOUNTED = {"labels": -100, "attention_mask": 0}  # {column: its value for tokens without a loss}
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -24,7 +27,7 @@ datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our own message rep
 logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it would report each retry
 
 
-# `datasets` has builders for text, JSON, CSV and Parquet, which are not used. Its builder for text reads a file whole, or
+# This program does not use the builders of `datasets` for text, JSON, CSV and Parquet. Its builder for text reads a file whole, or
 # cuts it at line breaks and changes these. For JSON it fails if another field is null in the first 10 MB and a text
 # later, or is an object that changes its fields. For CSV it reads another column if the rows, but not the header, end
 # with a comma. For Parquet it fails if a file has no rows, or `::` in its path.
@@ -104,6 +107,6 @@ def _check_all_count(batch: pyarrow.RecordBatch) -> None:
         flags = batch[column].flatten().to_numpy(zero_copy_only=False)
         if (flags == value).any():
             raise ValueError(
-                f"its {column} leave tokens out of the loss, which a token store can't record; "
+                f"its {column} leave tokens out of the loss, but a token store can't record that; "
                 "remove these tokens, or that column"
             )

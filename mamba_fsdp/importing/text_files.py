@@ -21,7 +21,7 @@ LONGEST_LINE = 1 << 29  # characters of a record, or of a JSON file that is read
 AROUND = 1 << 15  # bytes before and after a fault that show whether a file is text at all
 EXCERPT = 12  # bytes before and after a fault to show
 SEPARATORS = {"lines": r"\r?\n", "blank_line": r"(?:^|\n)(?:[ \t\r]*\n)+"}  # how documents end
-MARKS = {  # UTF-32 comes first: its mark begins like that of UTF-16
+MARKS = {  # UTF-32 comes first, since its mark begins like the mark of UTF-16
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
@@ -133,7 +133,7 @@ def text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
         kind, _, text = options.documents.partition(":")
         separator = re.compile(SEPARATORS.get(kind) or re.escape(text))
         rest = ""
-        # At least as much as the rest: so a long document is searched twice at most, not once for each block.
+        # Reads at least as much as the rest, so that a long document is searched twice at most, not once for each block.
         while text := stream.read(max(BLOCK, len(rest))):
             *documents, rest = separator.split(rest + text)
             yield from [Document(document.strip("\r\n")) for document in documents]
@@ -162,7 +162,7 @@ def fault_in(name: str, encoding: str, deadline: float = float("inf")) -> str:
     `deadline`."""
     position = 0  # bytes before `text`
     line = 1
-    undecoded = b""  # the last bytes, in which a character has begun
+    undecoded = b""  # the first bytes of a character that the block has cut
     with open(name, "rb") as file:
         stream = unpacked(file)
         codec = Codec(name, peeked(stream), encoding)

@@ -14,7 +14,7 @@ from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.text import format_count
 
 WINDOW = 1 << 20  # tokens of a mapped file that are read at a time
-HIGHEST_POSITION = (1 << 14) - 1  # in DataLayout
+HIGHEST_POSITION = (1 << 14) - 1  # the highest position that DataLayout can record
 
 
 def cut(
@@ -108,7 +108,7 @@ def datalayout_documents(file: InputFile, options: DatasetConfig) -> Iterator[Do
         positions = body >> 16 & HIGHEST_POSITION
         if ((positions > 0) & (body >> 30 & 1 == 0)).any():
             raise ValueError(
-                "it leaves tokens out of the loss (bit 30), which a token store can't record; set that bit, or leave "
+                "it leaves tokens out of the loss (bit 30), but a token store can't record that; set that bit, or leave "
                 "these tokens out"
             )
         first = max(0, start - 1)

@@ -118,7 +118,9 @@ def test_of_a_long_document_parts_are_held_out(prepare, tmp_path, texts):
 
 def test_too_little_text_for_a_validation_is_refused(prepare, tmp_path):
     (tmp_path / "a.txt").write_text("a few words")
-    with pytest.raises(UserError, match="too few to hold 0.01 .*give --overwrite --validation_fr"):
+    with pytest.raises(
+        UserError, match="too few to hold out 0.01 .*give --overwrite --validation_fr"
+    ):
         prepare(tmp_path / "a.txt", tmp_path / "out", validation_fraction=0.01)
 
 
