@@ -70,7 +70,7 @@ def errors_as_one_line() -> Iterator[None]:
     except OSError as error:
         if error.filename and error.errno in (errno.EACCES, errno.ENAMETOOLONG):
             _fail(UserError(f"{error.filename}: {error.strerror}"))  # usually a path of the user
-        if error.errno == errno.ENOSPC:  # for example, stdout is written to a full disk
+        if error.errno == errno.ENOSPC:  # stdout can be on a full disk, for example
             discard_output()
             _fail(StorageError(f"can't write {error.filename or 'any more'}: {error.strerror}"))
         write_torchrun_error(error)
@@ -219,7 +219,7 @@ def options_class(function: Callable[..., Any]) -> Any:
 
 
 def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
-    """Returns the function's signature, in which the fields of `options` replace the parameter `options`."""
+    """Returns the function's signature with the fields of `options` in place of the parameter `options`."""
     signature = inspect.signature(function)
     parameters = []
     for name, parameter in signature.parameters.items():

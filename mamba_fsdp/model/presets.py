@@ -1,4 +1,4 @@
-"""Looks up the settings of published models by name. models.yaml contains them."""
+"""Looks up the settings of published models by name. They are stored in models.yaml."""
 
 import dataclasses
 from collections.abc import Mapping

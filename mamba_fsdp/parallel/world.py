@@ -52,7 +52,7 @@ class World:
     size: int
     local_size: int
     device: torch.device
-    timeout: timedelta | None = None  # of collectives; None: torch's default
+    timeout: timedelta | None = None  # timeout of collectives; None: torch's default
     _gloo: "dist.ProcessGroup | None" = None
     _groups: "list[dist.ProcessGroup]" = field(default_factory=list)  # groups of some ranks
 
@@ -330,9 +330,7 @@ def _rendezvous_store(timeout: timedelta, ranks: int) -> dist.Store:
     this case it prints what it waits for, and raises UserError after RENDEZVOUS_TIMEOUT."""
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    awaited = (
-        f"{ranks} ranks at {place}, according to WORLD_SIZE and MASTER_ADDR in the environment"
-    )
+    awaited = f"{ranks} ranks at {place} (from WORLD_SIZE and MASTER_ADDR in the environment)"
     if not is_launched:
         timeout = min(timeout, RENDEZVOUS_TIMEOUT)
         if ranks > 1:
@@ -343,7 +341,7 @@ def _rendezvous_store(timeout: timedelta, ranks: int) -> dist.Store:
         if is_launched:
             raise
         raise UserError(
-            f"there are not {awaited} ({first_line(error)[:200]}); to train with one rank: "
+            f"can't connect {awaited}: {first_line(error)[:200]}; to train with one rank: "
             "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
         ) from None
     return store
@@ -374,7 +372,7 @@ def _acquire_device(local_rank: int) -> torch.device:
         return CPU
     if local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"process {local_rank} of this node has no GPU: there are {torch.cuda.device_count()}; "
+            f"process {local_rank} of this node has no GPU: the node has only {torch.cuda.device_count()}; "
             "start at most one process per GPU (torchrun --nproc_per_node)"
         )
     device = torch.device("cuda", local_rank)

@@ -198,7 +198,7 @@ def test_leftover_variables_of_another_launcher_are_named(monkeypatch, capfd):
     for name, value in {**names, **place}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(module, "RENDEZVOUS_TIMEOUT", timedelta(seconds=1))
-    with pytest.raises(UserError, match=f"there are not 2 ranks at .*: unset {' '.join(names)}$"):
+    with pytest.raises(UserError, match=f"can't connect 2 ranks at .*: unset {' '.join(names)}$"):
         start_world()
     assert "waiting    for 2 ranks at 127.0.0.1:" in capfd.readouterr().err
     held.close()
@@ -222,7 +222,7 @@ TOO_OLD = "can't open the GPUs that the driver shows: too old"
     "opened, driver, environment, expected",
     [
         (2, 2, {}, torch.device("cuda", 0)),
-        (2, 2, RANK_2, "process 2 of this node has no GPU: there are 2"),
+        (2, 2, RANK_2, "process 2 of this node has no GPU: the node has only 2"),
         (0, 0, {}, CPU),
         (0, 1, {}, TOO_OLD),
         (0, 0, {"CUDA_VISIBLE_DEVICES": "MIG-1"}, TOO_OLD),
