@@ -120,7 +120,7 @@ FOLLOWED = {
     ),
     "tokenize torn.jsonl out": ("(--skip_unreadable=true) leaves", "+ {0} --validation_fraction=0"),
     "tokenize sets out": ("others with (--skip_unreadable=true)", "+ {0}"),
-    "tokenize unnamed.json out": ("get_dataset.py (.*) makes", "tokenize {0}"),
+    "tokenize unnamed.json out": (r"(--format=\S+) reads it", "+ {0}"),
     "tokenize array.npy out": ("give (--tokenizer=none)", "+ {0} --pack=none --vocab_size=400"),
     "tokenize data/builtin out": (r"(--dataset_path=\S+);", f"{TRAIN} {{0}}"),
     "tokenize texts out --tokenizer=texts": (
@@ -338,7 +338,7 @@ FOLLOWED = {
     "report runs": (r"; (.*) shows them", "{0}"),
     "report runs/demo/config.yaml": (r"name (\S+)", "report {0}"),
     "checkpoints runs": (r"as in (\S+)", "checkpoints {0}"),
-    "plan data/builtin --instance=p4d.24xlarge": ("add the time: (--hours=8)", "+ {0}"),
+    "plan data/builtin --instance=p4d.24xlarge": ("add a time, as in (--hours=8)", "+ {0}"),
     "plan mamba-130m --hours=8": (
         r"data/mine (\S+)",
         "plan data/builtin {0} --hours=8 --instance=p4d.24xlarge",
