@@ -41,7 +41,7 @@ from mamba_fsdp.run.lease import Lease, Report
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, STATE
 from mamba_fsdp.run.records import add_event
 from mamba_fsdp.storage.formats import CHECKPOINT
-from mamba_fsdp.storage.patience import delete, retry_io, sync_folder, write_atomically
+from mamba_fsdp.storage.retry import delete, retry_io, sync_folder, write_atomically
 from mamba_fsdp.storage.typed_json import FileName, write_object
 from mamba_fsdp.this_process import rank_and_host
 

@@ -15,7 +15,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.layout import checkpoint_removed_error, step_of
 from mamba_fsdp.run.names import COMMIT, STATE
 from mamba_fsdp.storage.formats import CHECKPOINT
-from mamba_fsdp.storage.patience import exists, read_bytes, stat_of
+from mamba_fsdp.storage.retry import exists, read_bytes, stat_of
 from mamba_fsdp.storage.typed_json import FileName, from_json, parse_object
 
 DTYPES = {"F64", "F32", "F16", "BF16"}  # keys of conventions.SAFETENSORS_DTYPES

@@ -27,7 +27,7 @@ from mamba_fsdp.checkpoint.ranges import find_overlaps
 from mamba_fsdp.conventions import SAFETENSORS_DTYPES
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.layout import checkpoint_removed_error
-from mamba_fsdp.storage.patience import exists, retry_io
+from mamba_fsdp.storage.retry import exists, retry_io
 
 
 def stored_name(name: str) -> str:

@@ -25,7 +25,7 @@ from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run.layout import checkpoint_removed_error, list_committed
 from mamba_fsdp.run.lease import Report
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, STATE
-from mamba_fsdp.storage.patience import exists, is_folder, retry_io
+from mamba_fsdp.storage.retry import exists, is_folder, retry_io
 from mamba_fsdp.storage.typed_json import FileName
 
 

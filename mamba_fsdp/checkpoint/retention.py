@@ -15,7 +15,7 @@ from mamba_fsdp.errors import LeaseLostError, UserError
 from mamba_fsdp.run.layout import list_committed, step_of
 from mamba_fsdp.run.lease import Lease, Report
 from mamba_fsdp.run.names import KEEP_MARKER
-from mamba_fsdp.storage.patience import exists, retry_io, size_of, sync_folder
+from mamba_fsdp.storage.retry import exists, retry_io, size_of, sync_folder
 from mamba_fsdp.text import format_quantity
 
 FUTURE_CHECKPOINTS = "the next checkpoints"

@@ -1,1 +1,1 @@
-"""Reads token stores as batches: stores, their tokenizers, the order of samples, the loader."""
+"""The training data: token stores, their tokenizers, the order of samples, and the loader of batches."""

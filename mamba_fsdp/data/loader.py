@@ -1,7 +1,6 @@
-"""Reads batches: the windows that the sampler chooses, read ahead by threads and cut into this rank's micro-batches.
+"""Reads this rank's micro-batches. Threads read the windows that the sampler chooses ahead of time.
 
-The content of a step depends only on the sampler and the global batch: ranks and micro-batches are
-slices of it."""
+The content of a step depends only on the sampler and the global batch size. Ranks and micro-batches are slices of it."""
 
 import math
 import os
@@ -31,20 +30,22 @@ Sample = tuple[str, int | None]  # (source name, window); None pads a batch
 class Batch(NamedTuple):
     """The tokens and labels of one micro-batch.
 
-    It holds whole sequences, or a SequenceSlice of each. In a batch of slices, tokens, labels and weights have the
-    slice's `length` instead of seq_length; seq_idx covers all slices.
+    It contains whole sequences, or a SequenceSlice of each. In a batch of slices, the second dimension of tokens, labels and
+    weights is the slice's `length` instead of seq_length; seq_idx covers all slices.
     """
 
     tokens: torch.Tensor  # (batch, seq_length) int64
     labels: torch.Tensor  # (batch, seq_length) int64: the next token, or IGNORED_LABEL
-    seq_idx: torch.Tensor | None = None  # (batch, seq_length) int32, 0 for a row's first document
-    samples: Sequence[Sample] = ()  # of each row
-    weights: torch.Tensor | None = None  # (batch, seq_length) float32, each label's; None: all 1
-    documents: Documents | None = None  # the documents that seq_idx numbers
+    # (batch, seq_length) int32, the index of each token's document in its row
+    seq_idx: torch.Tensor | None = None
+    samples: Sequence[Sample] = ()  # the sample in each row
+    # (batch, seq_length) float32, the weight of each label; None: all weights are 1
+    weights: torch.Tensor | None = None
+    documents: Documents | None = None  # the documents in seq_idx
 
     def total_weight(self) -> float:
-        """Returns the sum of the weights of the labels that count; a sum of losses divided by it is
-        their mean."""
+        """Returns the sum of the weights of all labels other than IGNORED_LABEL. The sum of the weighted losses divided by it
+        is the mean loss."""
         is_counted = self.labels != IGNORED_LABEL
         if self.weights is None:
             return float(is_counted.sum())
@@ -66,9 +67,9 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class SequenceSlice:
-    """The positions of each sequence that a rank computes: number `index` of `count` slices of `length` positions.
+    """The positions of each sequence that a rank computes: slice number `index` of `count` slices with `length` positions.
 
-    The last slices may reach beyond the end of the sequence; no label counts there.
+    The last slices can reach beyond the end of the sequence. The labels there are IGNORED_LABEL.
     """
 
     index: int
@@ -76,8 +77,10 @@ class SequenceSlice:
     length: int
 
     def of(self, batch: Batch) -> Batch:
-        """Returns the batch with the tokens, labels and weights of this slice, the seq_idx of all slices, and the documents
-        up to this slice's end."""
+        """Returns a batch with the tokens, labels and weights of this slice, the seq_idx of all slices, and the documents up
+        to the end of this slice.
+
+        batch: whole sequences."""
         seq_length = batch.tokens.shape[1]
         beyond = self.count * self.length - seq_length
         first = self.index * self.length
@@ -107,15 +110,15 @@ class SequenceSlice:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How the samples of a step are cut: by rank, then by micro-batch, then by position if ranks share sequences.
+    """How the samples of a step are split: by rank, then by micro-batch, then by position if ranks share sequences.
 
-    Ranks that share their sequences count as one here.
+    A group of ranks that share their sequences counts as one rank here.
     """
 
     rank: int
     world_size: int
-    batch_size: int  # samples of a micro-batch
-    grad_accumulation_steps: int = 1  # of each rank
+    batch_size: int  # the number of samples in a micro-batch
+    grad_accumulation_steps: int = 1  # the number of micro-batches of each rank in a step
     sequence_slice: SequenceSlice | None = None  # None: whole sequences
 
     @property
@@ -124,13 +127,15 @@ class BatchShape:
 
 
 def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
-    """Returns which samples of a step this rank computes. Raises UserError if the ranks or the
+    """Splits a step between the ranks.
+
+    rank: this rank. ranks: the number of ranks. Returns the BatchShape of this rank. Raises UserError if the ranks or the
     global batch can't be split evenly."""
     training = settings.training
     sharing = settings.parallel.context_parallel
     if ranks % sharing:
         raise UserError(
-            f"context_parallel={sharing} does not divide the number of devices, {ranks}; start a multiple of it, or change it"
+            f"context_parallel={sharing} does not divide the number of devices, {ranks}; change one of them"
         )
     sequence_slice = None
     who = "ranks"
@@ -158,38 +163,38 @@ def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
 
 
 def nodes_of_job() -> int:
-    """Returns on how many nodes torchrun's launchers have started ranks."""
+    """Returns the number of nodes on which torchrun has started ranks."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 
 @dataclass(eq=False)
 class Loader(ExitStack):
-    """Reads this rank's micro-batches of every step. With G the global batch of `batch_shape`, step s takes samples
-    [g*G, (g+1)*G), g = s - first_step.
+    """Reads this rank's micro-batches of every step.
 
-    data.num_workers threads read up to data.prefetch steps ahead (0 workers: `step` itself reads). A context manager;
-    `close` stops the threads."""
+    Step s consists of the samples [g * G, (g + 1) * G), where G is the global batch size of `batch_shape` and g = s -
+    first_step. data.num_workers threads read up to data.prefetch steps ahead; without workers, `step` reads the data itself.
+    The loader is a context manager; `close` stops the threads."""
 
     sources: Mapping[str, Source]
-    sampler: Sampler  # of these sources
+    sampler: Sampler  # the order of samples from `sources`
     data: DataConfig
     batch_shape: BatchShape
-    vocab_size: int  # the model's
+    vocab_size: int  # the vocabulary size of the model
     first_step: int = 0
     pin_memory: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
 
-        self.ahead: dict[int, Future[list[Batch]]] = {}  # step -> its micro-batches
+        self.ahead: dict[int, Future[list[Batch]]] = {}  # {step: its micro-batches}
         self.pool = None
         if self.data.num_workers:
             self.pool = ThreadPoolExecutor(self.data.num_workers, "loader")
             self.callback(self.pool.shutdown, cancel_futures=True)
 
     def step(self, step: int) -> list[Batch]:
-        """Returns the micro-batches of any step; consecutive steps are read ahead. Raises UserError that
-        names source and window."""
+        """Returns the micro-batches of a step. Any step can be read, but only consecutive steps are read ahead. Raises
+        UserError, with source and window in the message, if the data can't be read."""
         if not self.pool:
             return self._read(step)
         soon = set(range(step, step + self.data.prefetch + 1))
@@ -200,8 +205,7 @@ class Loader(ExitStack):
         return self.ahead.pop(step).result()
 
     def state_before(self, step: int) -> dict[str, Any]:
-        """Returns the data's position before `step`, which a checkpoint saves and
-        Sampler(state=...) takes."""
+        """Returns the position in the data before `step`. Checkpoints save it, and Sampler(state=...) resumes from it."""
         return self.sampler.state_after((step - self.first_step) * self.batch_shape.global_batch)
 
     def _read(self, step: int) -> list[Batch]:
@@ -227,14 +231,12 @@ class Loader(ExitStack):
 
 
 def evaluation_windows(token_count: int, seq_length: int, stride: int, limit: int) -> np.ndarray:
-    """Returns the numbers of the windows that together predict each token of a source once, except
-    the first.
+    """Returns the indices of windows that together predict each token of a source exactly once, except for its first token.
 
-    Window w starts at token w * stride. Each window but the first predicts only its last `stride`
-    tokens, each from at least seq_length - stride tokens before it. limit: return this many windows,
-    spread evenly; 0: all."""
-    behind_the_first = max(0, token_count - 1 - seq_length)
-    windows = 1 + -(-behind_the_first // stride)
+    Window w starts at token w * stride. Each window after the first one predicts only its last `stride` tokens, each from at
+    least seq_length - stride tokens before it. limit: the number of windows to return, spread evenly; 0: all windows."""
+    tokens_after_first = max(0, token_count - 1 - seq_length)
+    windows = 1 + -(-tokens_after_first // stride)
     chosen = min(limit or windows, windows)
     return np.arange(chosen) * windows // chosen
 
@@ -249,11 +251,11 @@ def evaluation_batches(
     limit: int,
     stride: int,
 ) -> Iterator[Batch]:
-    """Yields this rank's batches over a source in its own order; limit and stride as in evaluation_windows.
+    """Yields this rank's batches of the windows from `evaluation_windows`, in the order of the source.
 
-    The windows are the same for every world size, and each token but the first is a label exactly
-    once. All ranks get the same number of full batches, as sharded models need: no label counts in
-    the rows that pad the last ones."""
+    The windows do not depend on the world size, and each token but the first is a label exactly once. All ranks get the same
+    number of full batches, because sharded models need it. Batches are padded with rows in which all labels are
+    IGNORED_LABEL. limit, stride: see evaluation_windows. Raises UserError if the source has fewer than two tokens."""
     if source.token_count < 2:
         raise UserError(
             f"source {name!r} has {format_count(source.token_count, 'token')}: nothing to evaluate"
@@ -277,7 +279,7 @@ def _batch(
     vocab_size: int,
     stride: int,
 ) -> Batch:
-    """Returns the batch of these samples. Window w starts at token w * stride."""
+    """Reads these samples into a batch. Window w starts at token w * stride."""
     shape = (len(samples), data.seq_length)
     tokens = np.zeros(shape, np.int64)
     labels = np.full(shape, IGNORED_LABEL, np.int64)
@@ -293,7 +295,7 @@ def _batch(
         tokens[row, :length] = content.tokens[:-1]
         labels[row, :length] = content.tokens[1:]
         if window:
-            # The windows before this one predict these.
+            # Earlier windows predict these tokens.
             labels[row, : data.seq_length - stride] = IGNORED_LABEL
         if data.reset_at_documents:
             seq_idx[row, :length] = np.cumsum(_starts(content.positions)[:-1])
@@ -313,19 +315,21 @@ def _batch(
 
 
 def _starts(positions: np.ndarray) -> np.ndarray:
-    """Returns whether a document starts at each place of a window, (n,) bool. The first place is
-    never a start: it makes no difference whether its document began before the window."""
+    """Returns whether a document starts at each position of a window, as a bool array (n,). It is False for the first
+    position, because it makes no difference whether the first document began before the window."""
     return np.append(False, positions[1:] == 0)
 
 
 def _read_window(source: Source, start: int, length: int, vocab_size: int, place: str) -> Tokens:
-    """Returns the tokens of a window and the one after it. Raises UserError, which names the place."""
+    """Reads the `length` tokens of a window and the token after it.
+
+    place: describes the window in messages. Raises UserError if the tokens can't be read, or are not below `vocab_size`."""
     try:
         content = source.read(start, length + 1)
         if content.tokens.max() >= vocab_size:
             raise UserError(
                 f"token id {content.tokens.max()} is not below the model's vocab_size {vocab_size}; "
-                "set vocab_size to the tokenizer's, or tokenise with the model's tokenizer"
+                "set vocab_size to that of the tokenizer, or tokenize the data with the model's tokenizer"
             )
     except Exception as error:
         kind = type(error) if isinstance(error, UserError) else UserError

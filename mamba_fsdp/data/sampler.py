@@ -1,12 +1,12 @@
-"""Computes which window of which source is sample k of the run: arithmetic on (seed, sources, weights, k),
-without a table of the data.
+"""Computes which window of which source is sample k of the run. It is a function of (seed, sources, weights, k), without a
+table of the data.
 
-Window j of a source covers its tokens [j*L, j*L + L], L = seq_length: L inputs, and the same
-shifted by one as labels. An evenly spread pattern of the weights says which source sample k comes
-from, and the number of earlier samples from that source is its sample index n. Sample n is at
-position n % windows of epoch n // windows; a permutation chosen by seed, source name and epoch says
-which window that is. So an epoch has every window exactly once, and a position in the run is the
-number of samples taken from each source."""
+Window j of a source consists of its tokens [j * L, j * L + L], where L is seq_length: L inputs, and the same tokens shifted
+by one as labels. A repeated pattern, in which each source occurs evenly and in proportion to its weight, determines the
+source of sample k. The number of earlier samples from that source is the sample index n. Sample n is at position n % windows
+of epoch n // windows. A permutation, chosen by the seed, the name of the source and the epoch, maps the position to a window.
+Therefore, each epoch contains every window exactly once, and the position of a run in the data is just the number of samples
+taken from each source."""
 
 import hashlib
 import math
@@ -18,29 +18,29 @@ from mamba_fsdp.data.source import Source
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.text import format_count
 
-# Windows move in blocks of about a million tokens (2 to 4 MB), the size from which Lustre and disks
-# read at full rate. Then they are shuffled within groups of 64 blocks: a group (up to 256 MB) stays
-# in the page cache while it is used, and neighbours in the store, often of one document, end up far
-# apart.
+# First, blocks of about a million tokens (2 to 4 MB) are permuted: reads of this size reach the full bandwidth of Lustre and
+# disks. Then the windows are permuted within groups of 64 blocks. A group (up to 256 MB) stays in the page cache while it is
+# used, and windows that are neighbours in the store, often parts of one document, end up far apart.
 BLOCK_TOKENS = 1 << 20
 GROUP_BLOCKS = 64
-# Shares are rounded to one in a million, far below the 1e-4 that a mixture is asked to meet.
+# The maximal length of the pattern of sources. Weights are therefore rounded to about one in a million. A mixture only has to
+# be accurate to 1e-4.
 PATTERN_LENGTH = 1 << 20
-# Rounds of the Feistel network: from four on, its permutations pass for random ones (Luby and
-# Rackoff, 1988).
+# The number of rounds of the Feistel network. With four or more, its permutations can't be distinguished from random ones
+# (Luby and Rackoff, 1988).
 ROUNDS = 4
 
 
 class Sampler:
     """The order of samples.
 
-    weights: {name of a source: its share}, which need not sum to 1; 0 leaves the source out. state:
-    what `state_after` returned; sample 0 then follows it. It may come from other weights, batch sizes
-    or sets of sources, since each source resumes after its own samples.
+    weights: {name of a source: its sampling weight}; they need not sum to 1, and a source with weight 0 is left out. state: a
+    result of `state_after`, to resume from; sample 0 is then the next sample. The weights, the batch size and the set of
+    sources can differ from those of the state, because each source resumes after its own samples.
 
-    Raises UserError for a state from another seed, seq_length or content of a source, which cut or
-    order the data differently; for a weight that is hardly above 0; and for a source shorter than
-    one window."""
+    Raises UserError for a state with another seed, seq_length or content of a source, because the order or the windows would
+    then differ. Also raises UserError for a weight that is too small for the pattern, and for a source shorter than one
+    window."""
 
     def __init__(
         self,
@@ -69,12 +69,14 @@ class Sampler:
         owner: np.ndarray = np.repeat(np.arange(len(self.names)), self.counts)
         nth = np.concatenate([np.arange(count) for count in self.counts])
         spread = np.argsort((nth + 0.5) / self.counts[owner], kind="stable")
-        self.pattern = owner[spread].astype(np.int16)  # the source of each place of the pattern
-        self.nth = nth[spread].astype(np.int32)  # how many earlier places are of that source
+        self.pattern = owner[spread].astype(np.int16)  # the source at each position of the pattern
+        # The number of earlier positions in the pattern with the same source.
+        self.nth = nth[spread].astype(np.int32)
 
-        self.start = 0  # the place of sample 0 in the pattern
+        self.start = 0  # the position of sample 0 in the pattern
         self.before = state or {}
-        self.taken = np.zeros(len(self.names), np.int64)  # samples of each source before sample 0
+        # The number of samples from each source before sample 0.
+        self.taken = np.zeros(len(self.names), np.int64)
         if state:
             self._check_position(state)
             self.taken += [state["drawn"].get(name, 0) for name in self.names]
@@ -82,8 +84,8 @@ class Sampler:
                 self.start = state["pattern_position"]
 
     def samples(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns samples [first, first + count) as two int64 arrays (count,): index into `names`,
-        window."""
+        """Returns the samples [first, first + count) as two int64 arrays (count,): the index of the source in `names`, and the
+        index of the window in the source."""
         place = self.start + first + np.arange(count)
         cycle, place = np.divmod(place, self.period)
         source = self.pattern[place].astype(np.int64)
@@ -96,8 +98,8 @@ class Sampler:
         return source, permuted_window(position, windows, block_windows, key)
 
     def state_after(self, samples: int) -> dict:
-        """Returns the position after `samples` samples of this order, for JSON. Sources that are not
-        in the mixture keep their positions."""
+        """Returns the position after `samples` samples of this order, as an object for JSON. Sources that are in the state
+        but not in the current mixture keep their positions."""
         end = self.start + samples
         taken = self.taken + self._occurrences(end) - self._occurrences(self.start)
         of_sources = {
@@ -115,20 +117,19 @@ class Sampler:
 
     @property
     def epoch_windows(self) -> int:
-        """Returns how many windows all sources of the mixture have together: the samples of an epoch of a run."""
+        """Returns the number of samples in an epoch of a run: the number of windows of all sources in the mixture."""
         return int(self.windows[self.counts > 0].sum())
 
     def _shares(self) -> dict[str, int]:
         return dict(zip(self.names, self.counts.tolist()))
 
     def _occurrences(self, position: int) -> np.ndarray:
-        """Returns how often each source occurs in the first `position` places of the endlessly
-        repeated pattern."""
+        """Returns how often each source occurs in the first `position` samples of the endlessly repeated pattern."""
         cycles, rest = divmod(position, self.period)
         return cycles * self.counts + np.bincount(self.pattern[:rest], minlength=len(self.names))
 
     def _check_position(self, state: dict) -> None:
-        """Raises UserError if the samples taken so far would now be other windows."""
+        """Raises UserError if the earlier samples of the state would be other windows in this order."""
         anew = "or start the data from its beginning in another run folder: load_ckpt_path=RUN without resuming_dataset"
         for name, value in (("seed", self.seed), ("seq_length", self.seq_length)):
             if state[name] != value:
@@ -139,14 +140,14 @@ class Sampler:
         for name, identity in self.identity.items():
             if state["identity"].get(name, identity) != identity:
                 raise UserError(
-                    f"source {name!r} holds other data than when its position was saved; restore the "
+                    f"source {name!r} contains other data than when its position was saved; restore the "
                     f"former data, give the new data another name, {anew}"
                 )
 
 
 def seen(position: dict) -> dict[str, dict]:
-    """Returns how many tokens and epochs of each source the run has read at a position that
-    `Sampler.state_after` returned."""
+    """Returns the numbers of tokens and epochs of each source that the run has read. position: a result of
+    `Sampler.state_after`."""
     drawn = position["drawn"]
     windows = position["windows"]
     return {
@@ -156,8 +157,8 @@ def seen(position: dict) -> dict[str, dict]:
 
 
 def _pattern_counts(names: list[str], weights: Mapping[str, float]) -> np.ndarray:
-    """Returns how often each source occurs in one period of the pattern, as int64 in lowest terms, by
-    largest remainder."""
+    """Returns how often each source occurs in one period of the pattern, as an int64 array reduced by the greatest common
+    divisor. Weights are rounded with the largest remainder method. Raises UserError for a weight that is rounded to 0."""
     values = np.array([weights[name] for name in names], dtype=np.float64)
     shares = values / values.sum() * PATTERN_LENGTH
     counts = np.floor(shares).astype(np.int64)
@@ -174,11 +175,11 @@ def _pattern_counts(names: list[str], weights: Mapping[str, float]) -> np.ndarra
 def permuted_window(
     position: np.ndarray, windows: np.ndarray, block_windows: int, key: np.ndarray
 ) -> np.ndarray:
-    """Returns the window at each position of an epoch. All arrays have one length; `key` (uint64)
-    chooses the permutation.
+    """Returns the window at each position of an epoch.
 
-    Blocks of block_windows windows are permuted, then the windows within each group of GROUP_BLOCKS
-    blocks. The last block may reach past the end."""
+    position, windows, key: arrays of the same length, with the position, the number of windows of the source, and the key
+    (uint64) that chooses the permutation. Blocks of block_windows windows are permuted, then the windows within each group of
+    GROUP_BLOCKS blocks. The last block can reach beyond the last window; `_walk` corrects this."""
 
     def permuted(position: np.ndarray, windows: np.ndarray, key: np.ndarray) -> np.ndarray:
         block = np.minimum(block_windows, windows)
@@ -194,14 +195,14 @@ def permuted_window(
 
 
 def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Returns a bijection of range(size), chosen by `key`, at each x. All arrays (n,): x, size
-    int64; key uint64."""
+    """Applies the permutation of range(size) that `key` chooses to each element of `x`. All arrays have the shape (n,); x and
+    size are int64, key is uint64."""
     return _walk(_feistel, x, size, key)
 
 
 def _feistel(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Applies a Feistel network to two digits of base ceil(sqrt(size)). Few results lie in
-    [size, base**2), outside the range."""
+    """Applies a Feistel network to the two digits of x in base ceil(sqrt(size)). It is a permutation of range(base**2), so
+    that a few results are not below `size`."""
     base = np.ceil(np.sqrt(size)).astype(np.int64)
     left, right = np.divmod(x, base)
     for round_ in range(ROUNDS):
@@ -213,9 +214,9 @@ def _feistel(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
 def _walk(
     permuted: Callable[..., np.ndarray], x: np.ndarray, size: np.ndarray, key: np.ndarray
 ) -> np.ndarray:
-    """Returns a bijection of range(size), made from `permuted`, a bijection of a slightly larger
-    range: a result outside range(size) is permuted again until it lands inside. Black and
-    Rogaway, Ciphers with Arbitrary Finite Domains (2002)."""
+    """Applies a permutation of range(size) to `x`. It is made from `permuted`, a permutation of a slightly larger range, by
+    cycle walking: results outside range(size) are permuted again until they are inside (Black and Rogaway, Ciphers with
+    Arbitrary Finite Domains, 2002)."""
     result = np.empty_like(x)
     remaining = np.arange(len(x))
     while remaining.size:
@@ -236,8 +237,9 @@ def source_key(seed: int, name: str) -> int:
 
 
 def splitmix64(key: np.ndarray | np.uint64, number: np.ndarray) -> np.ndarray:
-    """Returns a 64-bit hash of each of the integers `number` (n,) with `key`, uint64 (n,) or one:
-    (n,) uint64, the finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """Hashes integers to 64 bits with the finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
+
+    key: a uint64 array (n,), or one uint64. number: an integer array (n,). Returns a uint64 array (n,)."""
     x = key + (number.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

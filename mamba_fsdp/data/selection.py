@@ -1,4 +1,4 @@
-"""Chooses the sources that a run trains on, with their weights, and those that it validates on. Needs no torch."""
+"""Chooses the sources for training, with their weights, and for validation. This module does not import torch."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 def training_sources(data: DataConfig) -> tuple[dict[str, Source], dict[str, float]]:
-    """Returns ({name: source}, {name: weight}) as the settings say. Raises UserError if a source is missing or
-    broken."""
-    sources: dict[str, Source] = {name: _open(path, data) for name, path in _places(data).items()}
+    """Opens the sources to train on. Returns ({name: source}, {name: sampling weight}). Raises UserError if a source is
+    missing or broken."""
+    sources: dict[str, Source] = {name: _open(path, data) for name, path in _stores(data).items()}
     weights = data.weights or [source.token_count for source in sources.values()]
     return sources, dict(zip(sources, weights))
 
 
 def validation_sources(data: DataConfig) -> dict[str, Source]:
-    """Returns {name: source} to validate on: validation_path, or with `auto` the validation split next to each training
-    source, which gives it its name."""
+    """Opens the sources to validate on: the store at validation_path, or with `auto` the validation split next to each
+    training source, under the name of the training source. Returns {name: source}, which is empty for `none`."""
     if data.validation_path == "none":
         return {}
     if data.validation_path != "auto":
         path = split_in(Path(data.validation_path), "validation")
         return {path.name: _open(path, data)}
-    places = _places(data)
+    places = _stores(data)
     found: dict[str, Source] = {}
     seen = set(places.values())
     for name, trained in places.items():
@@ -47,8 +47,8 @@ def validation_sources(data: DataConfig) -> dict[str, Source]:
     return found
 
 
-def _places(data: DataConfig) -> dict[str, Path]:
-    """Returns {name: path} of the stores to train on."""
+def _stores(data: DataConfig) -> dict[str, Path]:
+    """Returns {name: path} of the stores to train on. Raises UserError if the settings contain a name twice."""
     root = Path(data.dataset_path)
     places = {name: split_in(root / name) for name in data.datasets}
     if len(places) < len(data.datasets):
@@ -63,7 +63,7 @@ def _open(path: Path, data: DataConfig) -> TokenStore:
     store = TokenStore(path)
     if data.reset_at_documents and store.eos < 0:
         raise UserError(
-            f"{path}: reset_at_documents needs to know which token ends its documents; make the store "
+            f"{path}: reset_at_documents needs the token that ends documents, but the store does not have it; make the store "
             "again with --eos_token=ID"
         )
     return store
@@ -74,16 +74,17 @@ def check_tokenizers_agree(stores: Iterable[Source]) -> None:
     for first, second in combinations(stores, 2):
         check_tokenizer(first.path, first.tokenizer, second.path, [second.tokenizer])
         sizes = {first.vocab_size, second.vocab_size}
-        ends = {first.eos, second.eos} - {-1}  # -1: not known
+        ends = {first.eos, second.eos} - {-1}  # -1: unknown
         if len(sizes) > 1 or len(ends) > 1:
             raise UserError(
-                f"{second.path}: its tokenizer (vocabulary {second.vocab_size}, eos {second.eos}) is not that of "
+                f"{second.path}: its tokenizer (vocabulary {second.vocab_size}, eos {second.eos}) differs from the one of "
                 f"{first.path} ({first.vocab_size}, {first.eos}); {ANOTHER_TOKENIZER}"
             )
 
 
-def one_for_all(stores: Iterable[Source]) -> Source:
-    """Returns the first source with a known tokenizer, else the first: its tokenizer stands for that of all."""
+def representative_source(stores: Iterable[Source]) -> Source:
+    """Returns a source whose tokenizer represents those of all sources: the first one with a known tokenizer, or the first
+    one if there is none."""
     stores = list(stores)
     identified = [store for store in stores if store.tokenizer.startswith(IDENTITY)]
     return (identified or stores)[0]
@@ -91,24 +92,24 @@ def one_for_all(stores: Iterable[Source]) -> Source:
 
 @dataclass
 class BatchesConfig:
-    """The settings of training that decide its batches."""
+    """The settings of training that determine its batches."""
 
     seq_length: int = setting(256, at_least=1)
-    """Tokens of a sample."""
+    """Number of tokens per sample."""
     batch_size: int = setting(8, at_least=1)
-    """Samples of a batch."""
+    """Number of samples per batch."""
     seed: int = setting(2023, at_least=0, at_most=2**63 - 1)
-    """Decides the order of the samples."""
+    """Seed of the order of the samples."""
 
 
 def batches(dataset_path: str | Path, *, options: BatchesConfig) -> Iterator["Batch"]:
-    """Yields, endlessly, the batches that a training on one device with these settings reads, in its order.
+    """Yields the batches that a training with these settings reads on one device, in the same order and without end.
 
-    dataset_path: a token store, or a folder with one in train/. Raises UserError.
+    dataset_path: a token store, or a folder with one in train/. Raises UserError if the data is missing or can't be read.
     """
     from mamba_fsdp.data.loader import BatchShape, Loader
 
-    # Without threads: a program may end before it has read all of the generator.
+    # No threads are used, because the caller can end before it has exhausted the generator.
     data = DataConfig(str(dataset_path), seq_length=options.seq_length, num_workers=0)
     sources, weights = training_sources(data)
     vocab_size = max(source.vocab_size for source in sources.values())

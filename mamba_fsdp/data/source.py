@@ -1,4 +1,4 @@
-"""Defines Source: what the order of samples and the loader need of data, whatever its format."""
+"""Defines Source, the interface through which the sampler and the loader read data of any format."""
 
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -9,35 +9,35 @@ from mamba_fsdp.errors import UserError
 
 
 class Tokens(NamedTuple):
-    tokens: np.ndarray  # (count,), the source's integer type, possibly a read-only view of a file
-    positions: np.ndarray  # (count,) int32, each token's position within its document
+    tokens: np.ndarray  # (count,), integers; it can be a read-only view of a file
+    positions: np.ndarray  # (count,) int32, the position of each token within its document
 
 
 class Source(Protocol):
-    """One long sequence of tokens, documents laid end to end. TokenStore in data/store.py reads one from files.
+    """One long sequence of tokens: the concatenated documents. TokenStore in data/store.py reads one from files.
 
-    Several threads read it at once, in any order. Two sources have equal identities exactly if all their tokens are
-    equal: a run that resumes refuses a source that has changed its identity.
+    Several threads can read a source at the same time, in any order. Two sources have equal identities exactly if all their
+    tokens are equal. A run can't resume with a source that has another identity than before.
     """
 
     path: Path
     token_count: int
     identity: str
-    vocab_size: int  # every token is below it
-    eos: int  # the token that ends a document; -1: not known
-    tokenizer: str  # its identity, see tokenizer.py; "": not known
+    vocab_size: int  # larger than every token
+    eos: int  # the token that ends a document; -1: unknown
+    tokenizer: str  # the identity of the tokenizer, see tokenizer.py; "": unknown
 
     @property
     def tokenizer_path(self) -> Path:
-        """Returns the tokenizer's folder. Raises UserError if none is known."""
+        """Returns the folder of the tokenizer. Raises UserError if the source has no tokenizer."""
 
     def read(self, start: int, count: int) -> Tokens:
-        """Returns tokens [start, start + count), which lie within the source. Raises UserError for what can't be
+        """Returns the tokens [start, start + count), which must be within the source. Raises UserError if they can't be
         read."""
 
 
 class DummySource:
-    """Made-up tokens without files, for benchmarks: each document is 0, 1, 2, ... up to vocab_size - 1."""
+    """Synthetic tokens without files, for benchmarks. Each document is 0, 1, 2, ... up to vocab_size - 1."""
 
     path = Path("dummy")
     eos = -1
@@ -50,7 +50,7 @@ class DummySource:
 
     @property
     def tokenizer_path(self) -> Path:
-        raise UserError("made-up tokens have no tokenizer")
+        raise UserError("synthetic tokens (use_dummy_dataset) have no tokenizer")
 
     def read(self, start: int, count: int) -> Tokens:
         tokens = np.arange(start, start + count) % self.vocab_size

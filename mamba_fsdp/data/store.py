@@ -1,12 +1,12 @@
-"""Keeps token stores: a tokenised corpus as a folder of flat, memory-mapped files.
+"""Reads and writes token stores. A token store is a tokenized corpus: a folder of flat, memory-mapped files.
 
-    index.json       what the store holds, with its own checksum; written last: a folder without it is not a store
-    00000.bin        token ids, little endian uint16 or uint32, every document ended by exactly one eos, except
-                     that pack=none took token ids as they are
-    00000.doc        where each document of 00000.bin starts, in tokens from the file's start, little endian int64
-    tokenizer/       the tokenizer, as `transformers` saves it
+    index.json       a description of the store, with a checksum. It is written last; a folder without it is not a store.
+    00000.bin        token ids, little endian uint16 or uint32. Each document ends with exactly one eos, unless the store was
+                     made with pack=none.
+    00000.doc        the start of each document in 00000.bin, counted in tokens, little endian int64
+    tokenizer/       the tokenizer, in the format of `transformers`
 
-Documents never cross files. The bytes depend only on the tokens and `shard_tokens`.
+No document is split between files. The content of the files depends only on the tokens and `shard_tokens`.
 """
 
 import bisect
@@ -28,17 +28,18 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing.kinds import INDEX, is_store, unexpected_data_error
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.formats import TOKEN_STORE
-from mamba_fsdp.storage.patience import is_folder, open_to_read, retry_io, sync_folder
+from mamba_fsdp.storage.retry import is_folder, open_to_read, retry_io, sync_folder
 from mamba_fsdp.storage.typed_json import FileName, at_least, from_json, read_object, write_object
 
-# Files that are opened at a time: each costs a round trip on a network file system, and a large store has thousands.
-OPENED_AT_ONCE = 16
-LARGEST_DOCUMENT = np.iinfo(np.int32).max  # positions are int32
+# The number of files to open at the same time. Each costs a round trip on a network file system, and a large store has
+# thousands of files.
+OPEN_THREADS = 16
+MAX_DOCUMENT = np.iinfo(np.int32).max  # positions within a document are int32
 
 
 @dataclass
 class StoreFile:
-    """The index's entry for NAME.bin and NAME.doc."""
+    """The entry for NAME.bin and NAME.doc in the index."""
 
     name: FileName
     bin_sha256: str
@@ -53,20 +54,20 @@ class StoreIndex:
 
     dtype: str
     vocab_size: int
-    tokenizer: str  # its identity, see tokenizer.py; "": not known
+    tokenizer: str  # the identity of the tokenizer, see tokenizer.py; "": unknown
     files: list[StoreFile]
-    eos: int = at_least(-1)  # -1: not known
-    checksum: str = ""  # of all else in index.json
+    eos: int = at_least(-1)  # -1: unknown
+    checksum: str = ""  # the checksum of all other fields in index.json
 
 
 @dataclass
 class WriterState:
     """The progress of a StoreWriter; a new writer resumes from it."""
 
-    files: list[StoreFile] = field(default_factory=list)  # that are complete
-    tokens: int = 0  # in the file that is being written
-    documents: int = 0  # in that file
-    open_tokens: int = 0  # in its last document, if that has not ended
+    files: list[StoreFile] = field(default_factory=list)  # the complete files
+    tokens: int = 0  # the number of tokens in the file that is being written
+    documents: int = 0  # the number of documents in that file
+    open_tokens: int = 0  # the number of tokens in its last document, or 0 if that has ended
 
     def total(self) -> int:
         """Returns the number of tokens in all files."""
@@ -74,10 +75,11 @@ class WriterState:
 
 
 class TokenStore:
-    """A store open for reading, the native Source. Cheap to open and to pickle: files are mapped when first read.
+    """A token store that is open for reading: a Source.
 
-    Opening checks the index and every file's size; `verify` reads everything. Raises UserError naming file and fault.
-    index: one that another process has opened and checked; then a file is only touched, and checked, when it is read.
+    Opening it checks the index and the size of every file; `verify` reads everything. index: the index of a store that another
+    process has already opened; each file is then opened and checked when it is first read. Raises UserError, with file and
+    problem in the message, if the store is damaged.
     """
 
     def __init__(self, path: str | Path, index: StoreIndex | None = None):
@@ -92,9 +94,10 @@ class TokenStore:
         self._starts = [0, *itertools.accumulate(file.tokens for file in self._files)]
         self.token_count = self._starts[-1]
         self.document_count = sum(file.documents for file in self._files)
-        self._mapped: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # the files that were read
+        # {index of a file that was read: (its tokens, the starts of its documents)}
+        self._mapped: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         if index is None:
-            with ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
+            with ThreadPoolExecutor(OPEN_THREADS) as pool:
                 list(pool.map(self._map_file_pair, range(len(self._files))))
 
     def __reduce__(self) -> tuple[type, tuple[Path, StoreIndex]]:
@@ -102,7 +105,7 @@ class TokenStore:
 
     @property
     def tokenizer_path(self) -> Path:
-        """Returns the tokenizer's folder. Raises UserError if the store came without one."""
+        """Returns the folder of the tokenizer. Raises UserError if the store has no tokenizer."""
         path = self.path / "tokenizer"
         if not is_folder(path):
             raise UserError(
@@ -111,7 +114,8 @@ class TokenStore:
         return path
 
     def read(self, start: int, count: int) -> Tokens:
-        """Returns tokens [start, start + count) of the store, across files, with their positions."""
+        """Returns the tokens [start, start + count) of the store, which can span several files, with their positions. Raises
+        UserError if a file is missing or damaged."""
         assert 0 <= start <= start + count <= self.token_count
         first = min(bisect.bisect_right(self._starts, start), len(self._files)) - 1
         last = max(first, bisect.bisect_left(self._starts, start + count) - 1)
@@ -122,21 +126,22 @@ class TokenStore:
         return Tokens(np.concatenate(tokens), np.concatenate(positions))
 
     def verify(self, only_used: bool = False) -> None:
-        """Reads every file, or those from which this object has read, and compares checksums. Raises UserError naming the
-        first damaged one."""
+        """Reads the files and compares their checksums.
+
+        only_used: only verify the files from which this object has read. Raises UserError for the first damaged file."""
         numbers = sorted(self._mapped) if only_used else range(len(self._files))
         for number in numbers:
             file = self._files[number]
             for suffix, checksum in (("bin", file.bin_sha256), ("doc", file.doc_sha256)):
                 path = self.path / f"{file.name}.{suffix}"
-                digest = retry_io(partial(_begin_digest, path), path)
+                digest = retry_io(partial(_start_digest, path), path)
                 if digest.hexdigest() != checksum:
                     raise UserError(
                         f"{path}: the content does not match its checksum; copy or make the store again"
                     )
 
     def _read_file(self, number: int, start: int, end: int) -> Tokens:
-        """Returns the store's tokens [start, end) as far as they lie in this file."""
+        """Returns the part of the store's tokens [start, end) that is in the file with index `number`."""
         if number not in self._mapped:
             self._mapped[number] = self._map_file_pair(number)
         tokens, starts = self._mapped[number]
@@ -147,9 +152,9 @@ class TokenStore:
         lengths = np.diff(inner, append=end - offset)
         position = offset - int(starts[first])
         rises = (inner[:1] > 0).all() and (lengths > 0).all()
-        if not (rises and 0 <= position < LARGEST_DOCUMENT):
+        if not (rises and 0 <= position < MAX_DOCUMENT):
             raise UserError(
-                f"{self.path / self._files[number].name}.doc: damaged, its numbers are not starts of documents; "
+                f"{self.path / self._files[number].name}.doc: damaged: its numbers are not starts of documents; "
                 "copy it again or make the store again"
             )
         positions = np.arange(position, position + end - offset, dtype=np.int32)
@@ -158,7 +163,8 @@ class TokenStore:
         return Tokens(tokens[offset:end], positions)
 
     def _map_file_pair(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Maps a file's tokens, and the starts of its documents. Raises UserError if a file has the wrong size."""
+        """Maps the tokens of a file and the starts of its documents into memory. Raises UserError if a file has the wrong
+        size."""
         file = self._files[number]
         tokens = _map_file(self.path / f"{file.name}.bin", self.dtype, file.tokens)
         starts = _map_file(self.path / f"{file.name}.doc", np.dtype("<i8"), file.documents)
@@ -166,7 +172,7 @@ class TokenStore:
 
 
 def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    """Maps a file of `count` numbers. Raises UserError if it is missing or its index says another size."""
+    """Maps a file of `count` numbers into memory. Raises UserError if it is missing, or has another size than in the index."""
     expected = count * dtype.itemsize
     remedy = "copy it again or make the store again"
 
@@ -174,8 +180,10 @@ def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
         with open_to_read(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected:
-                raise UserError(f"{path}: {size} bytes, but its index says {expected}; {remedy}")
-            # A plain array over the map: np.memmap's own indexing costs microseconds a call.
+                raise UserError(
+                    f"{path}: it has {size} bytes instead of the {expected} in the index; {remedy}"
+                )
+            # It is converted to a plain array, because indexing of np.memmap takes microseconds longer.
             return np.asarray(np.memmap(file, dtype, "r"))
 
     try:
@@ -186,37 +194,39 @@ def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
 
 @dataclass
 class StoreWriter:
-    """Writes a store. After `flush`, `state` says what is durable, and a new writer can resume from it.
+    """Writes a token store. After `flush`, everything that `state` counts is on the disk, and a new writer can resume from it.
 
-    Raises OSError as the disk does, UserError for documents of 2**31 tokens or more.
+    Raises OSError if writing fails, and UserError for documents with 2**31 tokens or more.
     """
 
     path: Path
     vocab_size: int
-    eos: int  # -1: not known
-    tokenizer: str  # its identity, see tokenizer.py; "": not known
+    eos: int  # -1: unknown
+    tokenizer: str  # the identity of the tokenizer, see tokenizer.py; "": unknown
     shard_tokens: int = DatasetConfig.shard_tokens
-    # A file ends where a document ends; if False, tokens are cut anywhere, and text without an eos counts as a
-    # document.
+    # True: files end at the end of a document. False: tokens are split between files anywhere, and the rest of a file after
+    # its last eos counts as a document.
     whole: bool = True
-    state: WriterState = field(default_factory=WriterState)  # an earlier writer's, to resume from
+    # The state of an earlier writer, to resume from.
+    state: WriterState = field(default_factory=WriterState)
 
     def __post_init__(self) -> None:
         assert -1 <= self.eos < self.vocab_size <= 1 << 32 and self.shard_tokens > 0
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
-        # Of the file that is being written, after its first token.
+        # The .bin and .doc file that are being written. The list is empty before the first token of a file.
         self._streams: list[BinaryIO] = []
-        self._digests: list[Any] = []  # SHA-256 of what `state` counts of each stream
+        self._digests: list[Any] = []  # the SHA-256 of the part of each stream that `state` counts
         self.path.mkdir(parents=True, exist_ok=True)
 
     def append(self, tokens: ArrayLike) -> None:
-        """Appends `tokens` (n,), integers. Each eos ends a document; the next call continues a document without an
-        end."""
+        """Appends tokens. Each eos ends a document. If the last document has no eos, the next call continues it.
+
+        tokens: integers (n,)."""
         tokens = np.asarray(tokens)
         assert not len(tokens) or 0 <= tokens.min() <= tokens.max() < self.vocab_size
         while len(tokens):
             end = max(1, self.shard_tokens - self.state.tokens)
-            if self.whole:  # the document that fills the file is written to its end
+            if self.whole:  # the file ends with the document that reaches shard_tokens
                 document_ends = np.flatnonzero(tokens[end - 1 :] == self.eos)
                 if len(document_ends):
                     end += int(document_ends[0])
@@ -228,22 +238,22 @@ class StoreWriter:
             tokens = tokens[end:]
 
     def flush(self) -> None:
-        """Makes what `state` counts durable."""
+        """Flushes everything that `state` counts to the disk."""
         for stream in self._streams:
             stream.flush()
             os.fsync(stream.fileno())
 
     def finish_files(self) -> list[StoreFile]:
-        """Completes the last file too. Returns all files as an index lists them."""
+        """Completes the last file. Returns the entries of all files for the index."""
         assert not (self.whole and self.state.open_tokens), "the last document has no end"
         if self.state.tokens:
             self._finish_file()
         return self.state.files
 
     def finish(self) -> TokenStore:
-        """Writes the index: from here on the folder is a store. Returns it open."""
+        """Completes the last file and writes the index, which makes the folder a store. Returns the opened store."""
         files = self.finish_files()
-        assert files, "a store holds at least one document"
+        assert files, "a store needs at least one document"
         sync_folder(self.path)
         index = StoreIndex(
             dtype=self.dtype.name,
@@ -265,10 +275,10 @@ class StoreWriter:
         return [self.path / f"{len(self.state.files):05d}.{suffix}" for suffix in ("bin", "doc")]
 
     def _open_streams(self) -> None:
-        """Opens the current pair of files at the end of what `state` counts.
+        """Opens the current pair of files at the end of the part that `state` counts.
 
-        Bytes beyond that are not cut off now: if a process that was taken for dead wakes up, it writes the same bytes
-        there as this one.
+        The files are not truncated there. If a process that seemed to be dead is still running, it writes the same bytes at
+        the same place as this process.
         """
         if self._streams:
             return
@@ -278,9 +288,11 @@ class StoreWriter:
             stream = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
             self._streams.append(stream)
             if stream.seek(0, os.SEEK_END) < size:
-                raise UserError(f"{path}: shorter than recorded; start again with --overwrite")
+                raise UserError(
+                    f"{path}: it is shorter than recorded; start again with --overwrite"
+                )
             stream.seek(size)
-            self._digests.append(_begin_digest(path, size))
+            self._digests.append(_start_digest(path, size))
 
     def _write(self, tokens: np.ndarray) -> None:
         state = self.state
@@ -289,9 +301,9 @@ class StoreWriter:
         if not state.open_tokens:
             starts = np.append(0, starts)
         lengths = np.diff(ends, prepend=-state.open_tokens, append=len(tokens))
-        if lengths.max() > LARGEST_DOCUMENT:
+        if lengths.max() > MAX_DOCUMENT:
             raise UserError(
-                f"{self.path}: a document has {lengths.max()} tokens, more than {LARGEST_DOCUMENT}; cut it into "
+                f"{self.path}: a document has {lengths.max()} tokens, more than {MAX_DOCUMENT}; split it into "
                 "smaller documents"
             )
         self._open_streams()
@@ -309,7 +321,7 @@ class StoreWriter:
     def _finish_file(self) -> None:
         self._open_streams()
         for stream in self._streams:
-            stream.truncate()  # an earlier process with other settings may have written more
+            stream.truncate()  # an earlier process with other settings can have written more
         self.flush()
         self.close()
         self._streams = []
@@ -342,13 +354,13 @@ def _read_index(folder: Path) -> StoreIndex:
 
 
 def _checksum(index: dict[str, Any]) -> str:
-    """Returns the checksum of index.json's content without the checksum."""
+    """Returns the checksum of all fields of index.json except for the checksum itself."""
     content = {name: value for name, value in index.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _begin_digest(path: Path, size: int = 1 << 63) -> Any:
-    """Returns the SHA-256 of a file's first `size` bytes, to which more can be added. Raises OSError."""
+def _start_digest(path: Path, size: int = 1 << 63) -> Any:
+    """Returns a SHA-256 object of the first `size` bytes of a file; more data can be added to it. Raises OSError."""
     digest = hashlib.sha256()
     with open_to_read(path) as file:
         while block := file.read(min(size, 1 << 20)):

@@ -1,4 +1,4 @@
-"""Counts the words and bytes that a store's tokens stand for, by which losses of different tokenizers compare."""
+"""Counts the words and bytes of the text of tokens. With them, losses of models with different tokenizers can be compared."""
 
 import math
 from collections.abc import Iterable
@@ -9,23 +9,26 @@ from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.tokenizer import load_words
 from mamba_fsdp.errors import UserError
 
-DECODED_AT_ONCE = 1 << 16  # tokens
+TOKENS_PER_CHUNK = 1 << 16  # the number of tokens to decode at a time
 
 
 def bits_per_byte(loss: float, tokens: int, size: float) -> float | None:
-    """Returns the bits per byte of `tokens` tokens with a mean `loss` in nats, if their text has `size` bytes; None if
-    `size` is 0."""
+    """Converts a mean loss to bits per byte.
+
+    loss: in nats per token. tokens: the number of tokens. size: the size of their text in bytes. Returns None if it is 0."""
     return loss * tokens / math.log(2) / size if size else None
 
 
 def predicted_spans(
     windows: np.ndarray, window: int, stride: int, token_count: int
 ) -> list[tuple[int, int]]:
-    """Returns (start, end) of each range of tokens that the windows predict. windows: their numbers."""
+    """Returns (start, end) for each contiguous range of tokens that the windows predict.
+
+    windows: their indices, see evaluation_windows. window: the number of tokens in a window."""
     spans: list[tuple[int, int]] = []
     for number in windows.tolist():
         window_end = number * stride + window + 1
-        start = window_end - stride if number else 1  # nothing predicts the first token
+        start = window_end - stride if number else 1  # the first token is never predicted
         end = min(window_end, token_count)
         if spans and spans[-1][1] == start:
             start = spans.pop()[0]
@@ -34,10 +37,11 @@ def predicted_spans(
 
 
 def count_words_and_bytes(source: Source, spans: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Returns (words, bytes) in the text of the tokens in these spans, each (start, end); (0, 0) without a tokenizer.
+    """Counts the words and bytes in the text of the tokens in `spans`.
 
-    Words are separated by white space, as in the word-level perplexity of WikiText; ends of documents and other special
-    tokens are not words.
+    Words are separated by white space, as in the word-level perplexity of WikiText. Special tokens, such as the one that ends
+    a document, are not counted. spans: (start, end) pairs. Returns (number of words, number of bytes), or (0, 0) if the source
+    has no tokenizer.
     """
     try:
         tokenizer = load_words(source.tokenizer_path).backend
@@ -45,13 +49,15 @@ def count_words_and_bytes(source: Source, spans: Iterable[tuple[int, int]]) -> t
         return 0, 0
     words = size = 0
     for start, end in spans:
-        unfinished = np.empty(0, np.int64)  # the beginning of a document
-        for at in range(start, end, DECODED_AT_ONCE):
-            tokens = source.read(at, min(DECODED_AT_ONCE, end - at)).tokens
+        unfinished = np.empty(
+            0, np.int64
+        )  # the beginning of a document that the next chunk continues
+        for at in range(start, end, TOKENS_PER_CHUNK):
+            tokens = source.read(at, min(TOKENS_PER_CHUNK, end - at)).tokens
             tokens = np.concatenate([unfinished, tokens])
             unfinished = unfinished[:0]
             documents = np.split(tokens, np.flatnonzero(tokens == source.eos) + 1)
-            if len(documents) > 1 and at + DECODED_AT_ONCE < end:
+            if len(documents) > 1 and at + TOKENS_PER_CHUNK < end:
                 unfinished = documents.pop()
             texts = tokenizer.decode_batch(
                 [document.tolist() for document in documents], skip_special_tokens=True

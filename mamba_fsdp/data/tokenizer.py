@@ -18,7 +18,7 @@ from mamba_fsdp.data.hub import prepare_hub
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.fields import parse_integer
 from mamba_fsdp.importing.kinds import WANTED_TOKENIZER, check_tokenizer_path, import_command
-from mamba_fsdp.storage.patience import (
+from mamba_fsdp.storage.retry import (
     exists,
     is_file,
     read_bytes,

@@ -6,7 +6,7 @@ from pathlib import Path
 from mamba_fsdp.importing.kinds import INDEX, PROGRESS
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.settings.train_config import DataConfig
-from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.storage.retry import exists
 
 BUILTIN = "data/builtin"
 

@@ -19,7 +19,7 @@ from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.importing.kinds import LeftOut, files_below, input_kinds, unexpected_path_error
 from mamba_fsdp.importing.splits import missing_parts, named_split, splits_of
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.storage.retry import exists
 from mamba_fsdp.text import format_count, suggest_path
 
 # Folders in the standard library's folder that contain other packages.

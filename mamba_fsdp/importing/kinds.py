@@ -37,7 +37,7 @@ from mamba_fsdp.run.names import (
 )
 from mamba_fsdp.storage.formats import DATASET as DATASET_FORMAT
 from mamba_fsdp.storage.formats import TOKEN_STORE
-from mamba_fsdp.storage.patience import exists, is_file, is_folder, names_in, retry_io
+from mamba_fsdp.storage.retry import exists, is_file, is_folder, list_names, retry_io
 from mamba_fsdp.storage.typed_json import FileName, read_object
 from mamba_fsdp.text import suggest_path
 
@@ -439,7 +439,7 @@ def _classify_file(path: Path) -> PathInfo:
 def _owner_of(path: Path) -> PathInfo | None:
     """Returns the run, checkpoint, token store or model that a file is a part of."""
     for folder in itertools.islice(path.parents, 3):
-        names = set(names_in(folder))
+        names = set(list_names(folder))
         is_description = path.name in (MODEL_CONFIG, "generation_config.json")
         is_model = is_description and _describes_model(folder / MODEL_CONFIG)
         if COMMIT in names or is_run(names) or is_model or is_store(folder):
@@ -462,7 +462,7 @@ def is_unfinished(folder: Path) -> bool:
 
 
 def _classify_folder(path: Path) -> PathInfo:
-    names = set(names_in(path))
+    names = set(list_names(path))
     for kind in FOLDERS:
         info = None
         if kind.describe:
@@ -568,7 +568,7 @@ def _checkpoints(path: Path, names: set[str]) -> PathInfo | None:
 
 
 def _runs(path: Path, names: set[str]) -> PathInfo | None:
-    runs = _folders_within(path, lambda folder: is_run(set(names_in(folder))))
+    runs = _folders_within(path, lambda folder: is_run(set(list_names(folder))))
     return _collection(path, "runs", runs)
 
 
@@ -754,7 +754,7 @@ def _folders_within(folder: Path, is_wanted: Callable[[Path], bool]) -> list[str
 
 
 def _folders_in(folder: Path) -> list[str]:
-    names = [name for name in names_in(folder) if not name.startswith(".")]
+    names = [name for name in list_names(folder) if not name.startswith(".")]
     return sorted(name for name in names if is_folder(folder / name))
 
 

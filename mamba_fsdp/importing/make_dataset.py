@@ -59,7 +59,7 @@ from mamba_fsdp.importing.reading import (
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.storage.retry import exists
 from mamba_fsdp.storage.threads import in_thread
 from mamba_fsdp.storage.typed_json import write_object
 

@@ -21,7 +21,7 @@ from mamba_fsdp.importing.kinds import CLEAN, DATASET, LeftOut
 from mamba_fsdp.importing.progress import PartState, write_settings
 from mamba_fsdp.importing.reading import LINE_ENDS, MARKS, SKIPPED
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage.patience import move
+from mamba_fsdp.storage.retry import move
 from mamba_fsdp.storage.typed_json import FileName
 from mamba_fsdp.text import format_count
 

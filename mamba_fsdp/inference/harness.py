@@ -22,7 +22,7 @@ from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.inference.decoding import generate
 from mamba_fsdp.inference.loading import inference_world, load
-from mamba_fsdp.storage.patience import is_folder
+from mamba_fsdp.storage.retry import is_folder
 from mamba_fsdp.text import suggest_name
 
 STOP_SEARCH_TOKENS = 64  # stop texts are searched in this many tokens at the end of an answer

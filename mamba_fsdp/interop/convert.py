@@ -25,7 +25,7 @@ from mamba_fsdp.interop.weights import PICKLED, Weights, read_weights
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.run.lease import new_folder
 from mamba_fsdp.run.names import CONSOLIDATED, MODEL_CONFIG, TOKENIZER
-from mamba_fsdp.storage.patience import (
+from mamba_fsdp.storage.retry import (
     copy_file,
     is_file,
     make_folder,

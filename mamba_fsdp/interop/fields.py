@@ -15,7 +15,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import Bounds
 from mamba_fsdp.model.config import Layer, ModelConfig, parse_model_config
 from mamba_fsdp.model.presets import PRESETS
-from mamba_fsdp.storage.patience import read_text
+from mamba_fsdp.storage.retry import read_text
 from mamba_fsdp.storage.typed_json import read_object
 
 Table = dict[str, Any]  # an object of YAML or JSON

@@ -14,7 +14,7 @@ from mamba_fsdp.importing.kinds import (
 from mamba_fsdp.run.layout import list_committed
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT
 from mamba_fsdp.settings.train_config import CheckpointConfig
-from mamba_fsdp.storage.patience import exists, is_file, stat_of
+from mamba_fsdp.storage.retry import exists, is_file, stat_of
 
 DCP_CONVERSION = "{1} -m torch.distributed.checkpoint.format_utils dcp_to_torch {0} {0}.pth"
 

@@ -16,10 +16,10 @@ from mamba_fsdp.checkpoint.tensors import TensorSource
 from mamba_fsdp.errors import UserError, python
 from mamba_fsdp.interop.fms_files import stored_names
 from mamba_fsdp.interop.safetensors_files import map_tensors, write_safetensors
-from mamba_fsdp.storage.patience import (
-    as_os_error,
+from mamba_fsdp.storage.retry import (
     delete,
     open_to_read,
+    parse_os_error,
     retry_io,
     size_of,
     storage_error,
@@ -81,7 +81,7 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
     except RuntimeError as error:
-        raise as_os_error(error) or error from None
+        raise parse_os_error(error) or error from None
 
 
 def _is_uncompressed(path: Path) -> bool:

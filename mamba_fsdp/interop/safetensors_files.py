@@ -16,9 +16,9 @@ from mamba_fsdp.checkpoint.files import HeaderEntry, encode_header
 from mamba_fsdp.checkpoint.tensors import TensorSource
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.fms_files import stored_names
-from mamba_fsdp.storage.patience import (
-    as_os_error,
+from mamba_fsdp.storage.retry import (
     open_to_read,
+    parse_os_error,
     retry_io,
     size_of,
     storage_error,
@@ -89,7 +89,7 @@ def map_tensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except RuntimeError as error:
-        raise as_os_error(error) or error from None
+        raise parse_os_error(error) or error from None
 
 
 def write_safetensors(

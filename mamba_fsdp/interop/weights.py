@@ -51,7 +51,7 @@ from mamba_fsdp.model.presets import preset
 from mamba_fsdp.model.spec import EMBEDDING, LM_HEAD, parameters
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFIG
-from mamba_fsdp.storage.patience import is_file, is_folder
+from mamba_fsdp.storage.retry import is_file, is_folder
 
 PICKLED = "pytorch_model.bin"
 OF_TRAINERS = (".pth", ".pt")  # files with our names or fms', whatever config.json is next to them

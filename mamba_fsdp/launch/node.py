@@ -47,7 +47,7 @@ from mamba_fsdp.run.names import (
     stop_file_id,
 )
 from mamba_fsdp.run.records import OTHER_RANK_REASON, repair_status
-from mamba_fsdp.storage.patience import retry_io, sync_folder, write_atomically
+from mamba_fsdp.storage.retry import retry_io, sync_folder, write_atomically
 
 # Slurm ends the step when the first node exits, so each node waits until the others have written their failures.
 FAILURE_WAIT_SECONDS = 3

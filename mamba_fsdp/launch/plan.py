@@ -52,7 +52,7 @@ from mamba_fsdp.settings.resolve import (
 )
 from mamba_fsdp.settings.settings_page import settings_page
 from mamba_fsdp.settings.train_config import TrainConfig, all_settings
-from mamba_fsdp.storage.patience import exists, is_folder
+from mamba_fsdp.storage.retry import exists, is_folder
 
 
 def plan(answer: Path, *stray: str, config: str | None = None, **args: str) -> None:

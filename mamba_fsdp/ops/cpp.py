@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mamba_fsdp.ops.backends import Use
-from mamba_fsdp.storage.patience import exists, open_to_read, read_bytes, read_text
+from mamba_fsdp.storage.retry import exists, open_to_read, read_bytes, read_text
 
 FOLDER = Path(__file__).parent
 HEADER = FOLDER / "cpp.h"

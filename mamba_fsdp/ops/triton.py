@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.conventions import is_torch_2_2
-from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.storage.retry import exists
 
 # From Triton 3.10 on, a * b + c is two instructions unless this is set.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mamba_fsdp.conventions import is_torch_2_2
 from mamba_fsdp.errors import TransientError, UserError, first_line, merge_errors
-from mamba_fsdp.storage.patience import storage_error
+from mamba_fsdp.storage.retry import storage_error
 from mamba_fsdp.storage.threads import in_thread
 from mamba_fsdp.this_process import progress
 

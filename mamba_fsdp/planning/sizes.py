@@ -13,7 +13,7 @@ from mamba_fsdp.planning.estimate import Estimate, best_estimate, estimate
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import VALIDATION_SHARE, TrainConfig
-from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.storage.retry import exists
 from mamba_fsdp.text import format_quantity
 
 # The rules of `plan --hours`; docs/planning.md explains them.

@@ -23,7 +23,7 @@ from mamba_fsdp.run.records import (
     read_events,
     read_status,
 )
-from mamba_fsdp.storage.patience import names_in, read_text
+from mamba_fsdp.storage.retry import list_names, read_text
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def summarise_run(folder: Path, name: str) -> RunSummary:
 def read_evaluations(folder: Path) -> list[dict]:
     """Returns the results of `evaluate --follow` for a run, sorted by step."""
     followed = folder / EVALUATIONS
-    files = [followed / name for name in sorted(names_in(followed)) if name.endswith(".jsonl")]
+    files = [followed / name for name in sorted(list_names(followed)) if name.endswith(".jsonl")]
     return sorted((entry for file in files for entry in read_entries(file)), key=itemgetter("step"))
 
 

@@ -12,7 +12,7 @@ import yaml
 from mamba_fsdp.errors import UserError, first_line, install_command
 from mamba_fsdp.run.names import TENSORBOARD, WANDB_ID
 from mamba_fsdp.run.records import Write, flatten_numbers
-from mamba_fsdp.storage.patience import exists, read_text, write_for_user
+from mamba_fsdp.storage.retry import exists, read_text, write_for_user
 
 SAMPLES_TAG = "validation/samples"
 

@@ -18,7 +18,7 @@ from mamba_fsdp.run.names import (
     committed_names,
     step_of,
 )
-from mamba_fsdp.storage.patience import exists, list_hidden_beside, names_in
+from mamba_fsdp.storage.retry import exists, list_names, list_temporary_paths
 
 IN_USE_ADVICE = "stop that run first, or give this one another save_ckpt_path"
 # A checkpoint stores the weight and AdamW's two moments in fp32. With Muon it stores fewer moments.
@@ -50,7 +50,7 @@ def check_is_run_folder(folder: str | Path) -> None:
     An empty or missing folder is accepted, because a run can start there.
     """
     try:
-        names = set(names_in(folder))
+        names = set(list_names(folder))
     except OSError:  # the first write to the folder reports the error
         return
     foreign = sorted(
@@ -69,7 +69,7 @@ def check_is_run_folder(folder: str | Path) -> None:
 def list_committed(checkpoints: str | Path) -> list[Path]:
     """Returns the committed checkpoints in the folder `checkpoints`, oldest first. Their files are not verified."""
     folder = Path(checkpoints)
-    return [folder / name for name in committed_names(str(folder), names_in, exists)]
+    return [folder / name for name in committed_names(str(folder), list_names, exists)]
 
 
 def newest_step(run: str | Path) -> int:
@@ -85,8 +85,8 @@ def list_unfinished(run: Path) -> list[Path]:
 
     They are in the staging folders of leases, see lease.py.
     """
-    own = list_hidden_beside(run / LEASE)
-    return sorted(folder / name for folder in own for name in names_in(folder) if step_of(name))
+    own = list_temporary_paths(run / LEASE)
+    return sorted(folder / name for folder in own for name in list_names(folder) if step_of(name))
 
 
 def checkpoint_removed_error(checkpoint: Path) -> UserError:

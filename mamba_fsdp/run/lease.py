@@ -30,21 +30,21 @@ from typing import Any
 
 from mamba_fsdp.errors import LeaseLostError, StorageError, UserError
 from mamba_fsdp.run.timestamp import utc_timestamp
-from mamba_fsdp.storage.patience import (
+from mamba_fsdp.storage.retry import (
     delete,
     exists,
-    hidden_beside,
     is_folder,
-    list_hidden_beside,
+    list_names,
+    list_temporary_paths,
     make_folder,
     move,
-    names_in,
     read_once,
     read_text,
     retry_io,
     size_of,
     storage_error,
     sync_folder,
+    temporary_path,
     write_for_user,
 )
 from mamba_fsdp.storage.typed_json import from_json, parse_object
@@ -129,7 +129,7 @@ class Lease:
     def __init__(self, file: Path, target: Path | None = None) -> None:
         self.file = file
         self.target = target or file.parent
-        self.staging = hidden_beside(file)
+        self.staging = temporary_path(file)
         self.content: bytes | None = None  # the file's content while this process owns the lease
         # The snapshot that `is_renewed` found not renewed.
         self.expired: LeaseSnapshot | None = None
@@ -175,7 +175,7 @@ class Lease:
         self.renewal = threading.Thread(target=self._renew, name="lease", daemon=True)
         self.renewal.start()
         size = size_of(self.staging)
-        for name in names_in(self.staging):  # there are none if the lease is lost already
+        for name in list_names(self.staging):  # there are none if the lease is lost already
             delete(self.staging / name)
         if size:
             report(
@@ -202,7 +202,7 @@ class Lease:
                 raise
         if not self.is_held():
             return False
-        for other in list_hidden_beside(self.file):
+        for other in list_temporary_paths(self.file):
             if other != self.staging:
                 with contextlib.suppress(FileNotFoundError):
                     other.rename(self.staging / other.name)
@@ -288,7 +288,7 @@ class Lease:
 
         Raises LeaseLostError if this process has lost the lease, and OSError.
         """
-        hidden = hidden_beside(self.staging / path.name)
+        hidden = temporary_path(self.staging / path.name)
         self.move(path, hidden)
         delete(hidden)
 
@@ -355,7 +355,7 @@ class Lease:
 def new_folder(out: Path) -> Iterator[Path]:
     """Yields a folder to write to, and renames it to `out` at the end of the block. Removes it if the block fails.
 
-    The block must write with those functions of storage/patience.py that return when the data is on the disk. Raises
+    The block must write with those functions of storage/retry.py that return when the data is on the disk. Raises
     UserError if `out` exists, if another process is writing it, or if the disk fails.
     """
     if exists(out):

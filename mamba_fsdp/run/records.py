@@ -19,7 +19,7 @@ from mamba_fsdp.run.layout import newest_step
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import EVENTS, LEASE, METRICS, STATUS
 from mamba_fsdp.run.timestamp import utc_timestamp
-from mamba_fsdp.storage.patience import (
+from mamba_fsdp.storage.retry import (
     exists,
     open_to_read,
     read_bytes,

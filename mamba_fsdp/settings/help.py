@@ -14,7 +14,7 @@ from typing import Any
 
 from mamba_fsdp.errors import PROJECT, UserError
 from mamba_fsdp.fields import default, describe_type, format_value
-from mamba_fsdp.storage.patience import is_file, read_text
+from mamba_fsdp.storage.retry import is_file, read_text
 from mamba_fsdp.text import suggest_name
 
 MIN_COLUMNS = 60

@@ -27,7 +27,7 @@ from mamba_fsdp.settings.train_config import (
     TrainConfig,
     all_settings,
 )
-from mamba_fsdp.storage.patience import exists, is_file, is_folder, retry_io
+from mamba_fsdp.storage.retry import exists, is_file, is_folder, retry_io
 from mamba_fsdp.storage.text_yaml import load_yaml
 
 # In the repository this is a link to config/; an installed package contains copies of the files.

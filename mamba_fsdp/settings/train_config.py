@@ -23,7 +23,7 @@ from mamba_fsdp.fields import Condition, Duration, condition, format_value, has_
 from mamba_fsdp.model import spec
 from mamba_fsdp.model.config import ModelConfig, round_up
 from mamba_fsdp.ops.backends import Use, demands
-from mamba_fsdp.storage.patience import exists, read_text
+from mamba_fsdp.storage.retry import exists, read_text
 
 # The time of a validation as a fraction of the training time between two validations, unless eval_batches is set.
 VALIDATION_SHARE = 0.05

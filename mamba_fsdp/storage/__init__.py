@@ -1,2 +1,2 @@
-"""Reads and writes files on unreliable storage (patience.py), and files that we can't trust: typed JSON, YAML of texts,
-formats and versions."""
+"""Reads and writes files on unreliable storage (retry.py), and untrusted files: typed JSON, YAML with text values, formats
+and versions."""

@@ -12,18 +12,20 @@ class Format:
     """A file format of this program."""
 
     name: str
-    version: int  # raised if the program before a change would misread the new files
+    version: int  # to be increased when older versions of the program would misread new files
 
     def header(self) -> dict[str, str | int]:
-        """Returns the fields that a file of this format begins with."""
+        """Returns the fields at the beginning of each file of this format."""
         return {"format": self.name, "version": self.version}
 
     def reads(self, content: dict) -> bool:
-        """Returns whether a file with this `content` is of this format and of the version that this program reads."""
+        """Returns whether a file with this `content` has this format and the version that this program reads."""
         return self.header().items() <= content.items()
 
     def body(self, path: Path, content: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields of the file `path` that follow the header. Raises UserError unless this program reads it."""
+        """Returns the fields of a file without its header.
+
+        path: the file, for messages. content: all its fields. Raises UserError if the file has another format or version."""
         if not self.reads(content):
             raise UserError(
                 f"{path}: {content.get('format')!r} of version {content.get('version')}; this version of the program "

@@ -1,20 +1,21 @@
-"""Reads YAML files and keeps their values as text, so that the types of our settings decide how to
-read them."""
+"""Reads YAML files and keeps scalar values as text. They are parsed later, by the types of the settings that they belong
+to."""
 
 import re
 from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.storage.patience import read_text
+from mamba_fsdp.storage.retry import read_text
 
 
 def load_yaml(path: Path, is_own: bool = False) -> dict[str, Any]:
-    """Returns the content of a YAML file, with every scalar as text, or None if it is null; {} for an empty file. Raises
-    UserError for a file that can't be read, is not a mapping, or gives a name twice.
+    """Reads a YAML file.
 
-    is_own: whether the file belongs to this program. Then nothing is null, and the C reader is used: it is ten times as
-    fast but crashes on deep nesting.
+    is_own: whether the file belongs to this program. null then stays text, and the C parser is used; it is ten times faster
+    but crashes on deep nesting, so that it is not used for untrusted files. Returns the content with every scalar as text, or
+    None if it is null; {} for an empty file. Raises UserError for a file that can't be read, is not a mapping, or contains a
+    name twice.
     """
     import yaml
 
@@ -24,12 +25,12 @@ def load_yaml(path: Path, is_own: bool = False) -> dict[str, Any]:
 
     class TextLoader(loader):
         def compose_node(self, parent: Any, index: Any) -> Any:
-            # Nested aliases of collections could stand for more values than any memory holds.
+            # Nested aliases of collections could expand to more values than fit into memory.
             alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
             node = super().compose_node(parent, index)
             if alias and not isinstance(node, yaml.ScalarNode):
                 raise yaml.YAMLError(
-                    f"*{alias.anchor} stands for more than one value; write it out"
+                    f"the alias *{alias.anchor} stands for more than one value; write the values out"
                 )
             return node
 
@@ -47,7 +48,7 @@ def load_yaml(path: Path, is_own: bool = False) -> dict[str, Any]:
     try:
         content = yaml.load(read_text(path), Loader=TextLoader)
     except Exception as error:  # PyYAML raises many kinds of error
-        reason = " ".join(str(error).split()) or "it is cut short"
+        reason = " ".join(str(error).split()) or "the file is incomplete"
         raise UserError(f"{path}: can't be read as YAML: {reason}") from None
     if content in (None, ""):
         return {}

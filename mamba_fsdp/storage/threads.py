@@ -1,4 +1,4 @@
-"""Runs work in a thread, such as what reads a file back while another part of it is written."""
+"""Runs a function in a thread, for example to read back one part of a file while another part is written."""
 
 import threading
 from collections.abc import Callable
@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 def in_thread(work: Callable[..., T], *inputs: Any) -> Future[T]:
-    """Returns the Future of `work(*inputs)`, which runs in a thread that does not keep the process from ending.
+    """Runs `work(*inputs)` in a daemon thread and returns its Future. The process can exit while the thread runs.
 
-    A ThreadPoolExecutor's threads do keep it, and multiprocessing's ThreadPool needs a /dev/shm with free space.
+    The threads of a ThreadPoolExecutor would delay the exit, and multiprocessing's ThreadPool needs free space in /dev/shm.
     """
     outcome: Future[T] = Future()
 

@@ -1,5 +1,5 @@
-"""Reads untrusted JSON as the types that it should hold. Whatever is wrong with the content raises ValueError, never
-another exception."""
+"""Parses untrusted JSON and checks that it has the expected types. Any error in the content raises ValueError, never another
+exception."""
 
 import json
 import reprlib
@@ -11,10 +11,10 @@ from typing import Any, NewType, TypeVar, get_args, get_origin
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage.formats import Format
-from mamba_fsdp.storage.patience import read_bytes, write_atomically
+from mamba_fsdp.storage.retry import read_bytes, write_atomically
 
 T = TypeVar("T")
-FileName = NewType("FileName", str)  # of a file in the same folder
+FileName = NewType("FileName", str)  # the name of a file in the same folder
 KINDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -27,17 +27,17 @@ KINDS: dict[Any, str] = {
 
 
 def at_least(least: int) -> Any:
-    """Returns a field of a dataclass for whole numbers of at least `least`; in other fields they are at least 0."""
+    """Returns a dataclass field for whole numbers of at least `least`. Without it, the minimum of a field is 0."""
     return field(metadata={"least": least})
 
 
 def from_json(kind: Callable[..., T], value: Any, name: str = "the content", least: int = 0) -> T:
-    """Returns `value`, which JSON gave, if it is of this kind.
+    """Checks that a parsed JSON value has the type `kind`, and returns it. JSON objects are converted to dataclasses.
 
-    kind: int, float, str, bool, FileName, Any; `X | None`, list[X] or dict[str, X] of another kind X; or a dataclass with
-    fields of these kinds. An object becomes such a dataclass if it has every field without a default and no unknown
-    field; if the class has HAS_OTHER_FIELDS, unknown fields are ignored. Raises ValueError; its message begins with
-    `name` or with the name of the field.
+    kind: int, float, str, bool, FileName or Any; `X | None`, list[X] or dict[str, X] with another kind X; or a dataclass with
+    fields of these kinds. For a dataclass, the JSON object must have every field without a default, and must not have unknown
+    fields, unless the class has the attribute HAS_OTHER_FIELDS. name: describes the value in messages. least: the minimum of
+    a whole number. Raises ValueError if the value has another type.
     """
     if kind is Any:
         return value
@@ -49,7 +49,7 @@ def from_json(kind: Callable[..., T], value: Any, name: str = "the content", lea
     elif is_dataclass(kind):
         value = kind(**_values_of_fields(kind, value, name))
     elif not _is_of_kind(value, basis, least):
-        bound = f" from {least} on" if basis is int else ""
+        bound = f" of at least {least}" if basis is int else ""
         raise ValueError(f"{name} is {reprlib.repr(value)}, not {KINDS[basis]}{bound}")
     elif basis is list:
         value = [from_json(arguments[0], item, f"an item of {name}") for item in value]
@@ -73,7 +73,7 @@ def _is_of_kind(value: Any, basis: Any, least: int) -> bool:
 
 
 def _values_of_fields(kind: Any, value: Any, name: str) -> dict[str, Any]:
-    """Returns the checked values of a dataclass's fields from an object."""
+    """Returns {field name: checked value} for the fields of the dataclass `kind`, from the JSON object `value`."""
     content = from_json(dict[str, Any], value, name)
     values = {}
     for described in fields(kind):
@@ -90,16 +90,19 @@ def _values_of_fields(kind: Any, value: Any, name: str) -> dict[str, Any]:
 
 
 def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
-    """Returns the JSON object that `text` is. Raises ValueError."""
+    """Parses a JSON object. Raises ValueError if `text` is not valid JSON or not an object."""
     try:
         return from_json(dict[str, Any], json.loads(text))
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 def read_object(path: Path, kind: Any, remedy: str, file_format: Format | None = None) -> Any:
-    """Returns the JSON object in a file as a `kind`, see from_json. Raises UserError, which ends in `remedy`, if it is
-    not one or of another format, StorageError after a minute of retries, and FileNotFoundError."""
+    """Reads a JSON object from a file and checks its type.
+
+    kind: the expected type, see from_json. remedy: the end of error messages. file_format: the format in the file's header.
+    Raises UserError if the file can't be read or has another type or format, FileNotFoundError, and StorageError after a
+    minute of retries."""
     try:
         content = parse_object(read_bytes(path))
         if file_format:
@@ -113,5 +116,6 @@ def read_object(path: Path, kind: Any, remedy: str, file_format: Format | None =
 
 
 def write_object(path: Path, content: dict) -> None:
-    """Writes JSON for read_object, as write_atomically does."""
+    """Writes a JSON object, which read_object reads, with write_atomically. Raises StorageError after a minute of retries, and
+    other OSErrors immediately."""
     write_atomically(path, json.dumps(content, indent=1) + "\n")

@@ -3,7 +3,7 @@
 import hashlib
 
 from mamba_fsdp.errors import PROJECT
-from mamba_fsdp.storage.patience import read_bytes
+from mamba_fsdp.storage.retry import read_bytes
 
 
 def code_digest() -> str:

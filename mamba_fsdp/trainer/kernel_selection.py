@@ -44,7 +44,7 @@ from mamba_fsdp.planning.estimate import local_machine
 from mamba_fsdp.run.names import CACHES, KERNELS
 from mamba_fsdp.run.records import Write
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage.patience import make_folder, read_text, write_atomically
+from mamba_fsdp.storage.retry import make_folder, read_text, write_atomically
 from mamba_fsdp.storage.typed_json import read_object
 from mamba_fsdp.text import format_count
 from mamba_fsdp.this_process import progress, rank_and_host

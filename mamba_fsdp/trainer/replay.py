@@ -23,7 +23,7 @@ from mamba_fsdp.run.layout import list_committed, step_name, step_of
 from mamba_fsdp.run.names import CHECKPOINTS, EVENTS, KERNELS, STEPS
 from mamba_fsdp.run.records import flatten_numbers, iterate_entries, read_events
 from mamba_fsdp.settings import resolve
-from mamba_fsdp.storage.patience import copy_file, exists
+from mamba_fsdp.storage.retry import copy_file, exists
 from mamba_fsdp.storage.typed_json import FileName, at_least, from_json
 from mamba_fsdp.text import format_count
 from mamba_fsdp.trainer import loop

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
-from mamba_fsdp.data.selection import one_for_all
+from mamba_fsdp.data.selection import representative_source
 from mamba_fsdp.errors import UserError, out_of_memory_message
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.ops import cpp
@@ -26,7 +26,7 @@ from mamba_fsdp.run.names import CHECKPOINTS, MODEL_FOLDERS
 from mamba_fsdp.run.records import command_seconds, latest_values
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage.patience import exists, make_folder, storage_error, sync_folder
+from mamba_fsdp.storage.retry import exists, make_folder, storage_error, sync_folder
 from mamba_fsdp.text import format_count
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.metrics_logger import MetricsLogger
@@ -230,7 +230,7 @@ def record_start(context: TrainContext, folder: RunFolder, shards: Sequence[Shar
     context.checkpointer.reserve_space(shards)
     if context.world.rank == 0:
         settings = context.settings
-        folder.copy_tokenizer(one_for_all(context.data.sources.values()))
+        folder.copy_tokenizer(representative_source(context.data.sources.values()))
         folder.earlier_seconds = min(
             command_seconds(folder.path, settings.began),
             settings.began - context.state.first_started,  # 0 if this is the first start

@@ -15,13 +15,13 @@ from mamba_fsdp.run.layout import IN_USE_ADVICE, check_is_run_folder, newest_ste
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, LEASE, SETTINGS, SETTINGS_COPY, TOKENIZER
 from mamba_fsdp.run.node_record import read_records
-from mamba_fsdp.storage.patience import (
+from mamba_fsdp.storage.retry import (
     copy_file,
     exists,
     is_file,
     is_folder,
+    list_names,
     make_folder,
-    names_in,
     read_bytes,
     stat_of,
     storage_error,
@@ -116,7 +116,7 @@ class RunFolder:
         """
         self.lease.write(self.path / SETTINGS, text)
         copies = SETTINGS_COPY.format(r"(\d+)")
-        matches = [re.fullmatch(copies, name) for name in names_in(self.path)]
+        matches = [re.fullmatch(copies, name) for name in list_names(self.path)]
         newest = max((int(match[1]) for match in matches if match), default=0)
         copy = self.path / SETTINGS_COPY.format(newest)
         if not newest or read_bytes(copy) != text.encode():
@@ -148,14 +148,14 @@ def _is_copy(source: Path, target: Path) -> bool:
     """Returns whether `target` contains all files of `source` with the same content."""
     return all(
         is_file(target / name) and read_bytes(target / name) == read_bytes(source / name)
-        for name in names_in(source)
+        for name in list_names(source)
     )
 
 
 def _copy(source: Path, target: Path) -> None:
     """Copies a folder. Raises OSError with an errno, unlike shutil.copytree."""
     make_folder(target)
-    for name in names_in(source):
+    for name in list_names(source):
         if is_folder(source / name):
             _copy(source / name, target / name)
         else:

@@ -13,7 +13,7 @@ from mamba_fsdp.data.loader import split_step
 from mamba_fsdp.data.sampler import Sampler
 from mamba_fsdp.data.selection import (
     check_tokenizers_agree,
-    one_for_all,
+    representative_source,
     training_sources,
     validation_sources,
 )
@@ -252,7 +252,7 @@ def initial_state(
                 state.data = saved.progress.data
                 begins = f"model and optimiser in {source}, the data's position"
     if data.sources:
-        tokens = one_for_all(data.sources.values())
+        tokens = representative_source(data.sources.values())
         if not settings.data.allow_other_tokenizer:
             check_tokenizer(tokens.path, tokens.tokenizer, source, learnt)
         state.tokenizer = tokens.tokenizer
@@ -328,7 +328,7 @@ def open_data(settings: TrainConfig) -> RunData:
         check_tokenizers_agree([*sources.values(), *validation.values()])
     prompts = []
     if settings.training.eval_prompts:
-        tokenizer = load_words(one_for_all(sources.values()).tokenizer_path)
+        tokenizer = load_words(representative_source(sources.values()).tokenizer_path)
         prompts = encode_prompts(settings.training.eval_prompts, tokenizer)
     return RunData(sources, shares, validation, prompts)
 

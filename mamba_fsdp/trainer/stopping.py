@@ -22,9 +22,9 @@ import torch
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run.names import OLD_STOP_VARIABLE, START_VARIABLE, STOP, stop_file_id
-from mamba_fsdp.storage.patience import (
-    MAY_PASS,
-    NOT_THERE,
+from mamba_fsdp.storage.retry import (
+    MISSING_ERRNOS,
+    TRANSIENT_ERRNOS,
     delete,
     read_once,
     retry_io,
@@ -141,5 +141,5 @@ def _read_reason(file: Path) -> str:
     except OSError as error:
         # A missing file and a transient error of the storage are not requests. Anything else of this name is one, for
         # example a folder.
-        return "" if error.errno in (*NOT_THERE, *MAY_PASS) else "STOP file"
+        return "" if error.errno in (*MISSING_ERRNOS, *TRANSIENT_ERRNOS) else "STOP file"
     return " ".join(content.decode(errors="replace").split())[:80] or "STOP file"

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import Batch, evaluation_batches, evaluation_windows
-from mamba_fsdp.data.selection import one_for_all
+from mamba_fsdp.data.selection import representative_source
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.text import bits_per_byte, count_words_and_bytes, predicted_spans
 from mamba_fsdp.data.tokenizer import load_words
@@ -172,7 +172,7 @@ def write_samples(context: TrainContext) -> list[str]:
         ends += 1
     if context.world.rank:
         return []
-    tokenizer = load_words(one_for_all(context.data.sources.values()).tokenizer_path)
+    tokenizer = load_words(representative_source(context.data.sources.values()).tokenizer_path)
     return [tokenizer.decode(row[:end]) for row, end in zip(tokens.tolist(), ends.tolist())]
 
 

@@ -21,7 +21,7 @@ from mamba_fsdp.importing.kinds import unexpected_path_error
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.layout import list_committed, list_unfinished, step_of
 from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, KEEP_MARKER
-from mamba_fsdp.storage.patience import exists, is_file, is_folder, size_of, stat_of
+from mamba_fsdp.storage.retry import exists, is_file, is_folder, size_of, stat_of
 from mamba_fsdp.text import format_quantity
 
 

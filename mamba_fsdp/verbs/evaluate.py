@@ -41,7 +41,7 @@ from mamba_fsdp.inference.evaluate import EvaluationConfig, measure
 from mamba_fsdp.interop.places import check_place
 from mamba_fsdp.reporting.console import Console, format_json, print_field
 from mamba_fsdp.run.names import CHECKPOINTS, STATUS, TASK_RESULTS
-from mamba_fsdp.storage.patience import exists, is_folder, write_for_user
+from mamba_fsdp.storage.retry import exists, is_folder, write_for_user
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

@@ -36,7 +36,7 @@ from mamba_fsdp.run.node_record import read_records
 from mamba_fsdp.run.records import best_validation, read_entries, read_events, read_status
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.settings.resolve import read_run
-from mamba_fsdp.storage.patience import is_file
+from mamba_fsdp.storage.retry import is_file
 from mamba_fsdp.text import format_count
 from mamba_fsdp.verbs import checkpoints
 

@@ -48,7 +48,7 @@ from mamba_fsdp.run.records import read_entries, read_events
 from mamba_fsdp.settings.recipes import recipe
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage.patience import exists
+from mamba_fsdp.storage.retry import exists
 from mamba_fsdp.text import format_quantity, suggest_name
 
 if TYPE_CHECKING:

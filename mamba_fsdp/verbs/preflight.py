@@ -28,7 +28,7 @@ from mamba_fsdp.launch.plan import check_inputs, check_space
 from mamba_fsdp.run.names import VERDICT
 from mamba_fsdp.settings.resolve import read_resolved
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.storage.patience import exists, is_file, read_bytes
+from mamba_fsdp.storage.retry import exists, is_file, read_bytes
 from mamba_fsdp.storage.typed_json import write_object
 from mamba_fsdp.trainer.fingerprint import code_digest
 

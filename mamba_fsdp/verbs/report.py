@@ -16,7 +16,7 @@ from mamba_fsdp.fields import setting
 from mamba_fsdp.importing.kinds import classify_path, unexpected_path_error
 from mamba_fsdp.reporting.page import make_page
 from mamba_fsdp.run.names import REPORT, TOKENIZER
-from mamba_fsdp.storage.patience import is_folder, make_folder, write_for_user
+from mamba_fsdp.storage.retry import is_folder, make_folder, write_for_user
 
 
 @dataclass

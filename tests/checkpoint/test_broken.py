@@ -11,7 +11,7 @@ from mamba_fsdp.checkpoint.contents import BrokenCheckpointError, read_contents,
 from mamba_fsdp.checkpoint.restore import find_checkpoint, load
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.parallel.model import Shard
-from mamba_fsdp.storage import patience
+from mamba_fsdp.storage import retry
 from tests.support.checkpoints import (
     WORLD,
     as_whole,
@@ -199,7 +199,7 @@ def test_no_whole_checkpoint_is_no_reason_to_start_anew(run):
 def test_a_checkpoint_that_storage_does_not_give_is_not_broken(run, monkeypatch, file):
     """Loading an older checkpoint would lose steps, although a later start can read the newest one."""
     make_checkpoints(run, [1, 2])
-    monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
+    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
     Disk(monkeypatch, run).lose(f"step_00000002/{file}")
     with pytest.raises(StorageError, match=f"{file}: Input/output error"):
         find_checkpoint(run, WORLD, report=pytest.fail)

@@ -10,11 +10,11 @@ from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.restore import find_checkpoint, find_newest_checkpoint, load
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.storage import patience
+from mamba_fsdp.storage import retry
 from tests.support.checkpoints import (
     WORLD,
+    list_names,
     make_checkpoints,
-    names_in,
     open_run,
     problems,
     shards_of,
@@ -61,7 +61,7 @@ def test_a_kept_one_that_is_broken_is_made_up_for(run):
 def test_an_old_checkpoint_that_can_t_be_removed_is_told_and_fails_no_save(run, monkeypatch):
     said = []
     checkpointer = make_checkpoints(run, [1], keep=1, report=said.append)
-    monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
+    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
     Disk(monkeypatch, run).lose("step_00000001")
     checkpointer.save(2, shards_of(2), {})
     checkpointer.wait()
@@ -103,7 +103,7 @@ def test_the_newest_checkpoint_makes_no_room(run, small_disk):
     for ask in (checkpointer.reserve_space, lambda shards: checkpointer.save(2, shards, {})):
         with pytest.raises(UserError, match="has only 0 B free, but .* 1 x 428 B"):
             ask(shards_of(2))
-    assert names_in(run) == ["step_00000001"]
+    assert list_names(run) == ["step_00000001"]
 
 
 def test_a_reader_whose_checkpoint_is_removed_meanwhile_says_so_in_a_line(run):

@@ -16,12 +16,12 @@ from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.restore import load
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.records import read_events
-from mamba_fsdp.storage import patience
+from mamba_fsdp.storage import retry
 from tests.support.checkpoints import (
     WORLD,
     as_whole,
+    list_names,
     make_checkpoints,
-    names_in,
     newest,
     open_run,
     problems,
@@ -43,12 +43,12 @@ def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run):
     After it, the checkpoint can be found, it is reported and recorded as an event, and no temporary files are left.
     """
     said = []
-    checkpointer = open_run(run, report=lambda text: said.append((text, names_in(run))))
+    checkpointer = open_run(run, report=lambda text: said.append((text, list_names(run))))
     assert newest(run) is None and checkpointer.save_phase() is None
     checkpointer.save(3, shards_of(3), {"step": 3})
     assert checkpointer.save_phase() == (3, Phase.WRITING) and not said
     checkpointer.pending.work.result()
-    assert not checkpointer.is_writing() and not names_in(run)
+    assert not checkpointer.is_writing() and not list_names(run)
     checkpointer.poll()
     assert checkpointer.save_phase() == (3, Phase.COMMITTING)
     checkpointer.wait()
@@ -161,7 +161,7 @@ def test_what_the_disk_does_not_hold_is_loud_and_never_committed(
     monkeypatch.setattr(os, call, disk)
     with pytest.raises(UserError, match=words):
         make_checkpoints(run, [1])
-    assert names_in(run) == []
+    assert list_names(run) == []
 
 
 def test_weights_that_are_not_finite_are_never_committed(run):
@@ -171,11 +171,11 @@ def test_weights_that_are_not_finite_are_never_committed(run):
     checkpointer.save(1, shards, {})
     with pytest.raises(UserError, match="model/a.weight is not finite: training has diverged"):
         checkpointer.wait()
-    assert names_in(run) == []
+    assert list_names(run) == []
     shards[0].name = "optimizer/a.weight/exp_avg"
     checkpointer.save(1, shards, {})
     checkpointer.wait()
-    assert names_in(run) == ["step_00000001"]
+    assert list_names(run) == ["step_00000001"]
 
 
 FAILURES = []  # the errors that the storage of this process will raise
@@ -205,7 +205,7 @@ def suffer(world, run):
     Returns (errors of the failed saves, remaining files).
     """
     os.fsync = stumbling_fsync
-    patience.LONGEST_PAUSE = 0.01
+    retry.MAX_PAUSE = 0.01
     is_here = world.rank == 1
     shards = build(world, strategy="fsdp")[0].shards()
     checkpointer = open_run(run, world)
@@ -213,7 +213,7 @@ def suffer(world, run):
     checkpointer.save(1, shards, {})
     checkpointer.wait()
 
-    patience.SECONDS_OF_TRYING = 0.2
+    retry.RETRY_SECONDS = 0.2
     FAILURES[:] = range(10**6 * is_here)
     errors = [refusal(checkpointer, shards)]
     FAILURES.clear()
@@ -221,7 +221,7 @@ def suffer(world, run):
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
     for checkpointer.asynchronous in (False, True):
         errors.append(refusal(checkpointer, shards))
-    return errors, names_in(run)
+    return errors, list_names(run)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import mamba_fsdp
 from mamba_fsdp.data.selection import (
     check_tokenizers_agree,
-    one_for_all,
+    representative_source,
     training_sources,
     validation_sources,
 )
@@ -66,7 +66,9 @@ def test_stores_of_one_run_have_one_tokenizer(tmp_path):
     one = make(tmp_path / "one", tokenizer="ids:1")
     unknown = make_without_eos(tmp_path / "unknown")
     check_tokenizers_agree([unknown, one, unknown])
-    assert one_for_all([unknown, one]) is one and one_for_all([unknown]) is unknown
+    assert (
+        representative_source([unknown, one]) is one and representative_source([unknown]) is unknown
+    )
     others = {
         "have different tokenizers": {"tokenizer": "ids:2"},
         "vocabulary 10, eos 0": {"vocab_size": 10},

@@ -93,7 +93,7 @@ DAMAGES = {  # what is done in the folder: what is said
     "truncate -s 300 index.json": "index.json: can't be read",
     "sed -i 's/.eos.: 0/\"eos\": 1/' index.json": "does not match its own checksum",
     "rm 00001.bin": "00001.bin: can't be read",
-    "truncate -s 2 00001.bin": "00001.bin: 2 bytes, but its index says",
+    "truncate -s 2 00001.bin": "00001.bin: it has 2 bytes instead of the",
     "truncate -s 0 00000.doc": "00000.doc: 0 bytes",
 }
 

@@ -13,7 +13,7 @@ import torch
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.interop import pth_files
 from mamba_fsdp.interop.pth_files import PthTensors, write_pth
-from mamba_fsdp.storage import patience
+from mamba_fsdp.storage import retry
 from tests.support.disk import Disk
 
 pytestmark = pytest.mark.torch22
@@ -151,7 +151,7 @@ def test_what_holds_no_tensors_alone_is_refused_and_nothing_executed(path, monke
 
 def test_storage_that_fails_is_no_damage(path, monkeypatch):
     saved(TENSORS)(path)
-    monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
+    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
     Disk(monkeypatch, path.parent).lose("file.pth")
     with pytest.raises(StorageError, match="file.pth: Input/output error"):
         PthTensors(path)

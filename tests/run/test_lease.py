@@ -17,7 +17,7 @@ from mamba_fsdp.errors import LeaseLostError, StorageError, UserError
 from mamba_fsdp.run import lease as module
 from mamba_fsdp.run.lease import Holder, Lease, new_folder
 from mamba_fsdp.run.names import LEASE
-from mamba_fsdp.storage import patience
+from mamba_fsdp.storage import retry
 from mamba_fsdp.trainer.run_folder import RunFolder
 from tests.support.disk import Disk
 
@@ -146,7 +146,7 @@ def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, t
 def test_a_lease_that_can_t_be_looked_at_is_not_lost(take, tmp_path, monkeypatch):
     """The storage can be unavailable, or not mounted."""
     lease = take()
-    monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
+    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
     with monkeypatch.context() as patched:
         Disk(patched, tmp_path).lose(LEASE)
         with pytest.raises(StorageError, match="lease.json: Input/output error"):

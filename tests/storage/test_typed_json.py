@@ -58,11 +58,11 @@ def test_an_object_becomes_the_dataclass_that_wrote_it():
 
 
 WRONG = {  # what is said: a field that is not as it should be
-    "step is -1, not a whole number from 0 on": {"step": -1},
+    "step is -1, not a whole number of at least 0": {"step": -1},
     "step is 9223372036854775808, not a whole": {"step": 2**63},
     "step is True, not": {"step": True},
     "step is 1.0, not": {"step": 1.0},
-    "eos is -2, not a whole number from -1 on": {"eos": -2},
+    "eos is -2, not a whole number of at least -1": {"eos": -2},
     "is_open is 1, not true or false$": {"is_open": 1},
     r"job is \[\], not text$": {"job": []},
     "counts is {}, not a list": {"counts": {}},
@@ -87,7 +87,7 @@ def test_no_name_leads_out_of_its_folder(name):
 
 
 WRONG_FILES = {
-    "[" * 100_000: "can't be read .nested too deeply.; do this",
+    "[" * 100_000: "can't be read .the JSON is nested too deeply.; do this",
     "{": "can't be read .Expecting .*; do this",
     "[]": r"can't be read \(the content is \[\], not an object\); do this",
     '{"format": "ours", "version": 1}': r"can't be read \(the content lacks step\); do this",

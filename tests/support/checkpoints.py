@@ -98,12 +98,12 @@ def commit_empty(run, *steps):
         (path / COMMIT).touch()
 
 
-def names_in(run):
+def list_names(run):
     return sorted(os.listdir(run / "checkpoints"))
 
 
 def steps_in(run):
-    return [int(name[5:]) for name in names_in(run) if name.startswith("step_")]
+    return [int(name[5:]) for name in list_names(run) if name.startswith("step_")]
 
 
 def problems(checkpoint):

@@ -12,7 +12,7 @@ from mamba_fsdp.checkpoint import checkpointer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run.layout import step_of
 from mamba_fsdp.run.records import read_events, read_status
-from mamba_fsdp.storage import patience
+from mamba_fsdp.storage import retry
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.clock import Clock
 from tests.support.checkpoints import metrics_of, steps_in
@@ -31,7 +31,7 @@ def quick(monkeypatch):
     """Shortens the pauses: the next attempts come two, four and eight steps after a failure, and retries do not take
     a minute."""
     monkeypatch.setattr(Clock, "mean_seconds", lambda clock, step: 30.0)
-    monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
+    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from mamba_fsdp.checkpoint.restore import find_checkpoint
 from mamba_fsdp.data.tokenizer import train
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.settings.resolve import check_run_folder, resolve_settings
-from mamba_fsdp.storage import patience
+from mamba_fsdp.storage import retry
 from mamba_fsdp.trainer.run_folder import RunFolder
 from mamba_fsdp.trainer.stopping import StopRequest
 from tests.support.checkpoints import WORLD, make_checkpoints, shards_of
@@ -24,7 +24,7 @@ def place(tmp_path):
 @pytest.fixture(autouse=True)
 def withstand(place, monkeypatch):
     """withstand(scenario, prepare=nothing): checks that the scenario has the same results whichever call fails."""
-    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(retry, "MAX_PAUSE", 0.0)
     disk = Disk(monkeypatch, place)
 
     def check(scenario, prepare=lambda: None):
@@ -63,7 +63,7 @@ def test_a_run_folder_is_taken_written_and_given_back(place, tmp_path, withstand
         folder.lease.check()
         folder.write_status("finished", 1)
         folder.lease.close()
-        copied = patience.read_bytes(place / "tokenizer/tokenizer.json")
+        copied = retry.read_bytes(place / "tokenizer/tokenizer.json")
         assert copied == (tmp_path / "new/tokenizer.json").read_bytes()
 
     withstand(scenario)

@@ -123,7 +123,7 @@ def test_what_has_changed_is_told_and_nothing_in_the_run_is_touched(train, corpu
     (run / "checkpoints/step_00000002/rank_00000.safetensors").write_bytes(b"")
     assert re.match("checkpoint .*step_00000002 is broken: ", told(run, 2))
     edit(run / "config.2.yaml", f"dataset_path: {corpus}", f"dataset_path: {corpus}/other")
-    assert "holds other data than when" in told(run, 4)
+    assert "contains other data than when" in told(run, 4)
     edit(run / EVENTS, '"code": ', '"no code": ')
     assert "of older versions record none" in told(run, 4)
 

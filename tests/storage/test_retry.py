@@ -7,7 +7,7 @@ import time
 import pytest
 
 from mamba_fsdp.errors import StorageError, UserError
-from mamba_fsdp.storage import patience
+from mamba_fsdp.storage import retry
 from tests.support.disk import Disk
 
 pytestmark = pytest.mark.torch22
@@ -39,7 +39,7 @@ def test_a_transient_error_is_retried_after_growing_pauses(slept, capsys, monkey
     """The log says so once, and on many ranks, of which rank."""
     if rank:
         monkeypatch.setenv("RANK", rank)
-    assert patience.retry_io(failing(4), "file") == "done"
+    assert retry.retry_io(failing(4), "file") == "done"
     assert slept == [0.1, 0.2, 0.4, 0.8]
     start = f"rank 3 on {os.uname().nodename}: " if rank else ""
     assert capsys.readouterr().err.splitlines() == [
@@ -50,16 +50,16 @@ def test_a_transient_error_is_retried_after_growing_pauses(slept, capsys, monkey
 
 def test_storage_that_stays_away_for_a_minute_is_an_error_after_which_a_start_may_succeed(slept):
     with pytest.raises(StorageError, match="^file: Stale file handle, even after a minute of"):
-        patience.retry_io(failing(10**6, errno.ESTALE), "file")
+        retry.retry_io(failing(10**6, errno.ESTALE), "file")
     assert max(slept) == 5 and 60 <= sum(slept) < 65
 
 
 def test_what_does_not_pass_is_raised_at_once(slept, capsys):
     with pytest.raises(OSError, match="No space left"):
-        patience.retry_io(failing(1, errno.ENOSPC), "file")
+        retry.retry_io(failing(1, errno.ENOSPC), "file")
     assert slept == [] and capsys.readouterr().err == ""
-    assert type(patience.storage_error(OSError(errno.ENOSPC, ""), "text")) is UserError
-    assert type(patience.storage_error(OSError(errno.EIO, ""), "text")) is StorageError
+    assert type(retry.storage_error(OSError(errno.ENOSPC, ""), "text")) is UserError
+    assert type(retry.storage_error(OSError(errno.EIO, ""), "text")) is StorageError
 
 
 def test_what_is_there_is_told_from_what_the_storage_does_not_say(tmp_path, monkeypatch):
@@ -70,22 +70,22 @@ def test_what_is_there_is_told_from_what_the_storage_does_not_say(tmp_path, monk
     (tmp_path / "link").symlink_to(folder)
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     for path in (folder, tmp_path / "link"):
-        assert patience.exists(path) and patience.is_folder(path) and not patience.is_file(path)
-        assert patience.names_in(path) == ["file"]
-    assert patience.is_file(folder / "file") and not patience.is_folder(folder / "file")
+        assert retry.exists(path) and retry.is_folder(path) and not retry.is_file(path)
+        assert retry.list_names(path) == ["file"]
+    assert retry.is_file(folder / "file") and not retry.is_folder(folder / "file")
     for name in ("nowhere", "circle", "folder/file/below"):
         path = tmp_path / name
-        assert not patience.exists(path)
-        assert not patience.is_file(path) and not patience.is_folder(path)
-    assert patience.names_in(tmp_path / "nowhere") == []
-    assert patience.size_of(tmp_path / "nowhere") == 0
+        assert not retry.exists(path)
+        assert not retry.is_file(path) and not retry.is_folder(path)
+    assert retry.list_names(tmp_path / "nowhere") == []
+    assert retry.size_of(tmp_path / "nowhere") == 0
     Disk(monkeypatch, tmp_path).lose("folder")
-    monkeypatch.setattr(patience, "SECONDS_OF_TRYING", 0.0)
-    for look in (patience.exists, patience.names_in, patience.size_of):
+    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
+    for look in (retry.exists, retry.list_names, retry.size_of):
         with pytest.raises(StorageError, match="folder: Input/output error"):
             look(folder)
     with pytest.raises(OSError, match="File name too long"):
-        patience.exists(tmp_path / ("a" * 300))
+        retry.exists(tmp_path / ("a" * 300))
 
 
 def test_a_folder_is_measured_and_removed_without_what_its_links_lead_to(tmp_path):
@@ -94,9 +94,9 @@ def test_a_folder_is_measured_and_removed_without_what_its_links_lead_to(tmp_pat
         (tmp_path / name).write_text("1234")
     (tmp_path / "folder" / "link").symlink_to(tmp_path / "other")
     link_size = os.stat(tmp_path / "other").st_size
-    assert patience.size_of(tmp_path / "folder") == 8 + link_size
-    patience.delete(tmp_path / "folder")
-    patience.delete(tmp_path / "folder")
+    assert retry.size_of(tmp_path / "folder") == 8 + link_size
+    retry.delete(tmp_path / "folder")
+    retry.delete(tmp_path / "folder")
     assert os.listdir(tmp_path) == ["other"] and os.listdir(tmp_path / "other") == ["file"]
 
 
@@ -112,7 +112,7 @@ def test_a_file_is_replaced_whole_once_its_data_is_durable(tmp_path, monkeypatch
         seen.append((path.read_text(), os.listdir(own) != []))
 
     monkeypatch.setattr(os, "fsync", flush)
-    patience.write_for_user(path, "new", own)
+    retry.write_for_user(path, "new", own)
     assert seen == [("old", True), ("new", False)]
 
 
@@ -124,30 +124,30 @@ def test_a_rename_that_reports_an_error_though_it_succeeded_is_none(tmp_path, mo
     (tmp_path / "old").touch()
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", rename)
-        patience.move(tmp_path / "old", tmp_path / "new")
+        retry.move(tmp_path / "old", tmp_path / "new")
     assert os.listdir(tmp_path) == ["new"]
     with pytest.raises(FileNotFoundError):
-        patience.move(tmp_path / "old", tmp_path / "other")
+        retry.move(tmp_path / "old", tmp_path / "other")
 
 
 def test_a_hidden_name_is_new_and_found_again(tmp_path):
     """And nothing else is taken for one: another's file, or one of another name."""
-    hidden = {patience.hidden_beside(tmp_path / "a+b") for _ in range(2)}
-    others = [patience.hidden_beside(tmp_path / other) for other in ("aab", "a+b.c")]
+    hidden = {retry.temporary_path(tmp_path / "a+b") for _ in range(2)}
+    others = [retry.temporary_path(tmp_path / other) for other in ("aab", "a+b.c")]
     for path in (*hidden, *others, tmp_path / ".a+b.snapshot"):
         path.touch()
-    assert len(hidden) == 2 and set(patience.list_hidden_beside(tmp_path / "a+b")) == hidden
+    assert len(hidden) == 2 and set(retry.list_temporary_paths(tmp_path / "a+b")) == hidden
 
 
 def test_a_pipe_or_a_huge_file_is_no_file_to_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(bytes(11))
-    for read in (patience.open_to_read, patience.read_bytes):
+    for read in (retry.open_to_read, retry.read_bytes):
         with pytest.raises(OSError, match="pipe is not a regular file"):
             read(tmp_path / "pipe")
-    assert patience.read_bytes(tmp_path / "file", most=11) == bytes(11)
+    assert retry.read_bytes(tmp_path / "file", most=11) == bytes(11)
     with pytest.raises(OSError, match="file has more than 10 B"):
-        patience.read_bytes(tmp_path / "file", most=10)
+        retry.read_bytes(tmp_path / "file", most=10)
 
 
 def test_a_file_whose_flush_failed_is_written_again(tmp_path, monkeypatch, slept):
@@ -160,13 +160,13 @@ def test_a_file_whose_flush_failed_is_written_again(tmp_path, monkeypatch, slept
         written.append(file.tell())
         file.write(b"data")
 
-    patience.write_durably(tmp_path / "file", write)
+    retry.write_durably(tmp_path / "file", write)
     assert written == [0, 0, 0] and (tmp_path / "file").read_bytes() == b"data"
 
 
 def test_an_error_of_the_disk_is_found_in_torchs(slept):
-    error = patience.as_os_error(
+    error = retry.parse_os_error(
         RuntimeError("unable to mmap 8 bytes: Interrupted system call (4)")
     )
     assert (error.errno, error.strerror) == (errno.EINTR, "Interrupted system call")
-    assert patience.as_os_error(RuntimeError("a tensor (4) is wrong")) is None
+    assert retry.parse_os_error(RuntimeError("a tensor (4) is wrong")) is None

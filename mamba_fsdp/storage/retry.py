@@ -1,5 +1,5 @@
-"""Reads and writes files on unreliable storage: retries transient errors for a minute, as when a file server restarts,
-and replaces a small file whole or not at all."""
+"""Reads and writes files on unreliable storage. Transient errors, for example while a file server restarts, are retried for
+a minute. Small files are replaced atomically."""
 
 import contextlib
 import errno
@@ -20,22 +20,23 @@ from mamba_fsdp.text import format_quantity
 from mamba_fsdp.this_process import progress, rank_and_host
 
 T = TypeVar("T")
-SECONDS_OF_TRYING = 60.0
-LONGEST_PAUSE = 5.0  # seconds between attempts
+RETRY_SECONDS = 60.0
+MAX_PAUSE = 5.0  # seconds between attempts
 NAMES = (
     "EIO ESTALE ETIMEDOUT ENOTCONN ECONNRESET ECONNABORTED EHOSTDOWN EHOSTUNREACH ENETDOWN "
     "ENETUNREACH EREMOTEIO ENOLINK ESHUTDOWN EAGAIN EINTR"
 )
-# Numbers of transient errors; not every system knows all names.
-MAY_PASS = {getattr(errno, name, errno.EIO) for name in NAMES.split()}
-NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # ELOOP: links that lead in a circle
-MOST_READ = 1 << 30  # bytes of a file that is read as a whole
+# The error numbers of transient errors. Some systems do not define all names.
+TRANSIENT_ERRNOS = {getattr(errno, name, errno.EIO) for name in NAMES.split()}
+MISSING_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # ELOOP: links that form a cycle
+MAX_READ = 1 << 30  # the maximal size in bytes of a file that is read as a whole
 
 
 def retry_io(action: Callable[[], T], what: str | Path) -> T:
-    """Returns what `action()` returns; calls it again after a transient OSError, so it must be repeatable.
+    """Calls `action()` and returns its result. After a transient OSError it is called again, so that it must be repeatable.
 
-    what: the file or folder, for the log. Raises StorageError after SECONDS_OF_TRYING, and other OSErrors at once.
+    what: the file or folder, for messages. Raises StorageError if transient errors last longer than RETRY_SECONDS. Other
+    OSErrors are raised immediately.
     """
     began = None
     pause = 0.1
@@ -43,18 +44,18 @@ def retry_io(action: Callable[[], T], what: str | Path) -> T:
         try:
             result = action()
         except OSError as error:
-            if error.errno not in MAY_PASS:
+            if error.errno not in TRANSIENT_ERRNOS:
                 raise
             if began is None:
                 began = time.monotonic()
                 _print_line(f"warning: {what}: {error.strerror}; trying again for a minute")
-            if time.monotonic() - began >= SECONDS_OF_TRYING:
+            if time.monotonic() - began >= RETRY_SECONDS:
                 raise StorageError(
                     f"{what}: {error.strerror}, even after a minute of retries; the same command "
                     "resumes once the storage answers"
                 ) from error
             progress.touch()
-            time.sleep(min(pause, LONGEST_PAUSE, SECONDS_OF_TRYING))
+            time.sleep(min(pause, MAX_PAUSE, RETRY_SECONDS))
             pause *= 2
         else:
             if began is not None:
@@ -62,57 +63,60 @@ def retry_io(action: Callable[[], T], what: str | Path) -> T:
             return result
 
 
-def as_os_error(error: RuntimeError) -> OSError | None:
-    """Returns the error of the operating system that torch reports as a RuntimeError, such as "unable to mmap 8 bytes:
-    Interrupted system call (4)"; None for any other error."""
+def parse_os_error(error: RuntimeError) -> OSError | None:
+    """Converts a RuntimeError of torch with the text of a system error, such as "unable to mmap 8 bytes: Interrupted system
+    call (4)", to an OSError. Returns None for any other error."""
     match = re.search(r": ([^:]+) \((\d+)\)$", first_line(error))
     return OSError(int(match[2]), match[1]) if match else None
 
 
 def storage_error(error: OSError, text: str) -> UserError:
-    """Returns an error with this text for an error of the disk: a StorageError if a later start may succeed."""
-    kind = StorageError if error.errno in MAY_PASS else UserError
+    """Returns an exception with this text for a failed file operation: a StorageError if `error` is transient, so that a
+    later start can succeed, otherwise a UserError."""
+    kind = StorageError if error.errno in TRANSIENT_ERRNOS else UserError
     return kind(text)
 
 
 def _print_line(text: str) -> None:
     rank = f"{rank_and_host()}: " if "RANK" in os.environ else ""
-    with contextlib.suppress(OSError):  # a terminal may be gone too
+    with contextlib.suppress(OSError):  # stderr can be closed
         print(rank + text, file=sys.stderr, flush=True)
 
 
 def exists(path: str | Path) -> bool:
-    """Returns whether there is such a file or folder. Path.exists of Python 3.14 says no if the storage fails."""
+    """Returns whether a file or folder exists. Unlike this function, Path.exists of Python 3.14 returns False if the storage
+    fails."""
     return _mode(path) != 0
 
 
 def is_file(path: str | Path) -> bool:
-    """Returns whether there is such a file; links are followed."""
+    """Returns whether the path is a file, or a link to one."""
     return stat.S_ISREG(_mode(path))
 
 
 def is_folder(path: str | Path) -> bool:
-    """Returns whether there is such a folder; links are followed."""
+    """Returns whether the path is a folder, or a link to one."""
     return stat.S_ISDIR(_mode(path))
 
 
 def stat_of(path: str | Path) -> os.stat_result:
-    """Returns what os.stat does. Raises StorageError after a minute of retries, and other OSErrors at once."""
+    """Calls os.stat, with retries. Raises StorageError after a minute of retries, and other OSErrors immediately."""
     return retry_io(partial(os.stat, path), path)
 
 
 def _mode(path: str | Path) -> int:
-    """Returns the type and the permissions of a file or folder; 0 if there is none."""
+    """Returns the mode of a file or folder (type and permissions), or 0 if it does not exist."""
     try:
         return stat_of(path).st_mode
     except OSError as error:
-        if error.errno not in NOT_THERE:
+        if error.errno not in MISSING_ERRNOS:
             raise
         return 0
 
 
-def names_in(folder: str | Path) -> list[str]:
-    """Returns the names in a folder; none if there is no such folder. A glob would take an error for an empty folder."""
+def list_names(folder: str | Path) -> list[str]:
+    """Returns the names in a folder, or an empty list if the folder does not exist. Path.glob is not used, because it
+    ignores errors of the storage."""
     try:
         return retry_io(partial(os.listdir, folder), folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -120,13 +124,15 @@ def names_in(folder: str | Path) -> list[str]:
 
 
 def open_to_read(path: str | Path, flags: int = 0) -> BinaryIO:
-    """Opens a file that another program may have written. Raises OSError, also for a pipe or a device: opening or
-    reading those could block forever. flags: further flags for os.open."""
+    """Opens an untrusted file for reading.
+
+    flags: further flags for os.open. Raises OSError, also for a pipe or a device, because opening or reading it could block
+    forever."""
 
     def opener(name: str, mode: int) -> int:
         descriptor = os.open(name, mode | flags | os.O_NONBLOCK)
         kind = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # Python refuses folders itself
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # open() raises an error for folders
             os.close(descriptor)
             raise OSError(errno.EACCES, f"{Path(name).name} is not a regular file", name)
         return descriptor
@@ -134,9 +140,11 @@ def open_to_read(path: str | Path, flags: int = 0) -> BinaryIO:
     return open(path, "rb", opener=opener)
 
 
-def read_once(path: str | Path, most: int = MOST_READ, flags: int = 0) -> tuple[bytes, int]:
-    """Returns (the content of a file, its time of modification in ns). Raises OSError, also if the file has more than
-    `most` bytes. flags: see open_to_read."""
+def read_once(path: str | Path, most: int = MAX_READ, flags: int = 0) -> tuple[bytes, int]:
+    """Reads a file without retries.
+
+    most: the maximal size in bytes. flags: see open_to_read. Returns (content, time of modification in ns). Raises OSError,
+    also if the file is larger than `most`."""
     with open_to_read(path, flags) as file:
         found = os.fstat(file.fileno())
         if found.st_size > most:
@@ -145,14 +153,16 @@ def read_once(path: str | Path, most: int = MOST_READ, flags: int = 0) -> tuple[
         return file.read(), found.st_mtime_ns
 
 
-def read_bytes(path: str | Path, most: int = MOST_READ) -> bytes:
-    """Returns the content of a file. Raises StorageError after a minute of retries, and OSError as `read_once` does."""
+def read_bytes(path: str | Path, most: int = MAX_READ) -> bytes:
+    """Returns the content of a file of at most `most` bytes. Raises StorageError after a minute of retries. Raises other
+    OSErrors immediately, also if the file is larger, a pipe or a device."""
     content, _ = retry_io(partial(read_once, path, most), path)
     return content
 
 
 def read_text(path: str | Path) -> str:
-    """Returns the content of a UTF-8 file. Raises as `read_bytes` does, and UnicodeDecodeError."""
+    """Returns the content of a UTF-8 file. Raises UnicodeDecodeError, StorageError after a minute of retries, and other
+    OSErrors immediately."""
     return read_bytes(path).decode()
 
 
@@ -160,16 +170,18 @@ def read_text(path: str | Path) -> str:
 
 
 def make_folder(path: Path, parents: bool = False) -> None:
-    """Makes a folder, unless it exists. Raises as write_durably does. parents: also makes the folders above it."""
+    """Makes a folder unless it exists.
+
+    parents: also make missing parent folders. Raises StorageError after a minute of retries, and other OSErrors immediately."""
     retry_io(partial(path.mkdir, parents=parents, exist_ok=True), path)
 
 
 def write_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Makes a file, or replaces an earlier one, and returns when it is on the disk. Raises StorageError after a minute of
-    retries, and other OSErrors at once.
+    """Writes or overwrites a file, and returns when the content is on the disk.
 
     write: writes the content to an open file. After a transient error it is called again with an empty file, because a
-    failed flush may have lost any part of the data.
+    failed flush can have lost any part of the data. Raises StorageError after a minute of retries, and other OSErrors
+    immediately.
     """
 
     def attempt() -> None:
@@ -182,7 +194,8 @@ def write_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copies the content of a file. Raises as write_durably does."""
+    """Copies the content of a file, and returns when the copy is on the disk. Raises StorageError after a minute of retries,
+    and other OSErrors immediately."""
 
     def write(file: BinaryIO) -> None:
         with open_to_read(source) as original:
@@ -192,8 +205,9 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: str | Path) -> None:
-    """Flushes a folder's entries, so that a rename in it survives a power cut, if the file system can do that."""
-    with contextlib.suppress(OSError):  # some network file systems refuse fsync on a folder
+    """Flushes the entries of a folder to the disk, so that a rename in it survives a power failure. Does nothing on file
+    systems that do not support it."""
+    with contextlib.suppress(OSError):  # some network file systems do not support fsync on folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -201,19 +215,21 @@ def sync_folder(folder: str | Path) -> None:
             os.close(descriptor)
 
 
-def hidden_beside(path: Path) -> Path:
-    """Returns a new name next to `path`, for what is not yet or no longer whole: .<name>.<unique>.partial."""
+def temporary_path(path: Path) -> Path:
+    """Returns a new path next to `path` for incomplete content, which is still being written or being removed:
+    .<name>.<unique>.partial."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
 
 
-def list_hidden_beside(path: Path) -> list[Path]:
-    """Returns what lies next to `path` under names that hidden_beside gives."""
+def list_temporary_paths(path: Path) -> list[Path]:
+    """Lists the files and folders next to `path` that have names from temporary_path."""
     wanted = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{12}\.partial")
-    return [path.with_name(name) for name in names_in(path.parent) if wanted.fullmatch(name)]
+    return [path.with_name(name) for name in list_names(path.parent) if wanted.fullmatch(name)]
 
 
 def size_of(path: Path) -> int:
-    """Returns the bytes of a file, or of the files in a folder, which may disappear meanwhile. Raises StorageError."""
+    """Returns the size in bytes of a file, or of all files in a folder. Files that disappear meanwhile are not counted.
+    Raises StorageError after a minute of retries."""
     return retry_io(partial(_size, path), path)
 
 
@@ -226,7 +242,8 @@ def _size(path: Path) -> int:
 
 
 def delete(path: Path) -> None:
-    """Removes a file or a folder as far as the disk allows; parts may disappear meanwhile. Links are not followed."""
+    """Removes a file or a folder, and ignores errors. Links are removed but not followed. Other processes can remove parts of
+    the folder at the same time."""
     with contextlib.suppress(StorageError):
         retry_io(partial(_remove, path), path)
 
@@ -243,25 +260,25 @@ def _remove(path: Path) -> None:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Returns whether this is a folder and not a link to one. Raises OSError."""
+    """Returns whether the path is a folder and not a link to one. Raises OSError."""
     return stat.S_ISDIR(os.lstat(path).st_mode)
 
 
 @contextlib.contextmanager
 def _only_what_may_pass() -> Iterator[None]:
-    """Suppresses an OSError inside, unless it is transient."""
+    """Suppresses each OSError in the block, except for transient errors."""
     try:
         yield
     except OSError as error:
-        if error.errno in MAY_PASS:
+        if error.errno in TRANSIENT_ERRNOS:
             raise
 
 
 def write_atomically(path: str | Path, data: str | bytes, own: Path | None = None) -> None:
-    """Writes a file; its readers see the old content or all of `data`. Raises StorageError after a minute of retries, and
-    other OSErrors at once.
+    """Replaces a file atomically: readers see either the old content or all of `data`.
 
-    own: the folder in which the data lies until it is whole, see run/lease.py; otherwise it lies next to `path`.
+    own: the folder for the temporary file, see run/lease.py; by default it is the folder of `path`. Raises StorageError after
+    a minute of retries, and other OSErrors immediately.
     """
     final = Path(path)
     content = data.encode() if isinstance(data, str) else data
@@ -284,7 +301,8 @@ def write_atomically(path: str | Path, data: str | bytes, own: Path | None = Non
 
 
 def write_for_user(path: str | Path, data: str | bytes, own: Path | None = None) -> None:
-    """Writes as write_atomically does, but raises UserError if the path can't be written."""
+    """Replaces a file atomically, like write_atomically. Raises UserError if the path can't be written, and StorageError after
+    a minute of retries."""
     try:
         write_atomically(path, data, own)
     except OSError as error:
@@ -292,13 +310,15 @@ def write_for_user(path: str | Path, data: str | bytes, own: Path | None = None)
 
 
 def move(old: Path, new: Path) -> None:
-    """Renames to a name that is free. Raises as write_atomically does."""
+    """Renames a file or folder to a name that does not exist yet. Raises StorageError after a minute of retries, and other
+    OSErrors immediately."""
 
     def rename() -> None:
         try:
             old.rename(new)
         except FileNotFoundError:
-            if not new.exists():  # otherwise an attempt that reported an error has succeeded
+            # If the new name exists, an earlier attempt has succeeded although it reported an error.
+            if not new.exists():
                 raise
 
     retry_io(rename, new)
