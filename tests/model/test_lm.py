@@ -40,7 +40,7 @@ def assert_gradients_close(found, expected, tolerance):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_is_the_sum_of_cross_entropies_of_the_logits(family):
     """The sum is over the positions that count. The gradients are equal to the gradients of cross_entropy through the
-    logits. The value has not changed."""
+    logits. The loss equals the recorded one."""
     model = small_model(family, compute_dtype=torch.float64).double()
     tokens = some_tokens(3, 20)
     labels = some_tokens(3, 20, seed=1)

@@ -51,8 +51,8 @@ def test_operator_uses_of_a_model():
 
 
 def test_flops_by_hand_of_each_kind_of_layer():
-    """Sums the multiply-adds per token of the forward pass by hand. They count twice as FLOPs, and three times because
-    of the backward pass."""
+    """Counts the multiply-adds per token of the forward pass by hand. Each is 2 FLOPs, and the backward pass takes
+    twice as many."""
     vocabulary = dict(d_model=8, vocab_size=32, d_state=4, d_conv=4)
     head = 32 * 8
 

@@ -28,7 +28,7 @@ MUON = {"optimizer": "muon"}
 ONE_LAYER = dataclasses.replace(SMALL, n_layer=1)
 RECOMPUTING = {"fsdp_activation_checkpointing": True}
 UNSHARDED = {"accumulate_unsharded": True}
-WHOLE = (".A_log", ".D", ".dt_proj.bias")  # on every rank
+WHOLE = (".A_log", ".D", ".dt_proj.bias")  # parameters that every rank stores whole
 
 
 def each(world, function, *cases):

@@ -80,7 +80,7 @@ def start_worlds_again(world):
     return sums
 
 
-def part(world):
+def close_and_check_groups(world):
     """Returns whether the process groups have been freed after the world is closed."""
     world.grid(1)
     groups = [weakref.ref(group) for group in (dist.group.WORLD, *world._groups)]
@@ -92,7 +92,7 @@ def part(world):
 def test_no_thread_of_a_group_outlives_its_world():
     """A thread that frees a tensor while the interpreter ends aborts the process. With torch 2.2 the groups are kept,
     because freeing them could hang."""
-    assert run_ranks(2, part) == [not is_torch_2_2()] * 2
+    assert run_ranks(2, close_and_check_groups) == [not is_torch_2_2()] * 2
 
 
 @pytest.mark.slow
