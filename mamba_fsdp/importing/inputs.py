@@ -16,7 +16,13 @@ import numpy as np
 
 from mamba_fsdp.data.hub import prepare_hub
 from mamba_fsdp.errors import UserError, first_line
-from mamba_fsdp.importing.kinds import LeftOut, files_below, input_kinds, unexpected_path_error
+from mamba_fsdp.importing.kinds import (
+    LeftOut,
+    check_input,
+    files_below,
+    input_kinds,
+    unexpected_path_error,
+)
 from mamba_fsdp.importing.splits import missing_parts, named_split, splits_of
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.retry import exists
@@ -136,6 +142,8 @@ def builtin_files() -> list[Path]:
 
 
 def _local_files(name: str, options: DatasetConfig, left_out: LeftOut) -> list[InputFile]:
+    if options.format == "auto" and exists(name):
+        check_input(name)
     places = [Path(name)]
     if glob.has_magic(name) and not exists(name):
         places = [Path(place) for place in sorted(glob.glob(name, recursive=True))]

@@ -36,7 +36,6 @@ from mamba_fsdp.importing.kinds import (
     INDEX,
     PROGRESS,
     LeftOut,
-    check_input,
 )
 from mamba_fsdp.importing.losses import check_losses
 from mamba_fsdp.importing.merging import merge, writer_of
@@ -59,7 +58,6 @@ from mamba_fsdp.importing.reading import (
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage.retry import exists
 from mamba_fsdp.storage.threads import in_thread
 from mamba_fsdp.storage.typed_json import write_object
 
@@ -81,8 +79,6 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
     for files that can't be written.
     """
     out = Path(out)
-    if options.format == "auto" and input != "builtin" and exists(os.path.expanduser(input)):
-        check_input(os.path.expanduser(input))
     left_out = LeftOut()
     files = find_files(input, options, left_out)
     settings = {name: value for name, value in asdict(options).items() if name not in NOT_RECORDED}

@@ -1,9 +1,9 @@
 """Reads the rows of tables: Parquet, Arrow and names on the Hugging Face Hub, with text or with lists of token ids."""
 
 import logging
+import math
 import mmap
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import datasets
 import pyarrow
@@ -36,7 +36,7 @@ logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it would repo
 def parquet_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document | Fault]:
     with open(file.name, "rb") as stream:  # Python opens it, since names need not be UTF-8
         rows = pyarrow.parquet.ParquetFile(stream)
-        count = rows.metadata.num_rows
+        count = rows.metadata.num_rows / ROWS
         yield from _documents_in(rows.iter_batches(batch_size=ROWS), file, options, count)
 
 
@@ -45,12 +45,12 @@ def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
         content = pyarrow.py_buffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
         if content[:6].to_pybytes() == b"ARROW1":
             reader = pyarrow.ipc.open_file(content)
-            batches: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
+            count = reader.num_record_batches
+            yield from _documents_in(map(reader.get_batch, range(count)), file, options, count)
         elif content[-8:].to_pybytes() == END_OF_STREAM:
-            batches = pyarrow.ipc.open_stream(content)
+            yield from _documents_in(pyarrow.ipc.open_stream(content), file, options)
         else:
             raise ValueError("it is cut short, or is not an Arrow file; copy it again")
-        yield from _documents_in(batches, file, options)
 
 
 def hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document | Fault]:
@@ -62,14 +62,18 @@ def hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document 
 
 
 def _documents_in(
-    batches: Iterable[pyarrow.RecordBatch], file: InputFile, options: DatasetConfig, count: int = 0
+    batches: Iterable[pyarrow.RecordBatch],
+    file: InputFile,
+    options: DatasetConfig,
+    count: float = math.inf,
 ) -> Iterator[Document | Fault]:
     """Yields the document of each row. fms-fsdp's Arrow files have one in each record batch, as plain integers.
 
-    count: the number of rows, if it is known. Raises ValueError.
+    count: the number of batches, if it is known. Raises ValueError.
     """
     row = 0
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        file.share_read = min(1.0, number / count)
         batch.validate(full=True)  # wrong offsets would read foreign memory
         _check_all_count(batch)
         column = _column_in(batch, options.text_column)
@@ -77,13 +81,13 @@ def _documents_in(
         if top not in batch.schema.names:
             first = next(iter(batch[:1].to_pylist()), dict.fromkeys(batch.schema.names))
             fault = field_of("its first row", first, column)
-            raise ValueError(fault.message() if isinstance(fault, Fault) else "")
+            assert isinstance(fault, Fault)
+            raise ValueError(fault.message())
         values = batch[top].to_numpy(zero_copy_only=False)
         is_of_datasets = b"huggingface" in (batch.schema.metadata or {})  # it writes no fms files
         is_document = types.is_integer(batch[top].type) and not is_of_datasets
         for value in [values] if is_document and file.kind == "arrow" else values:
             row += 1
-            file.share_read = row / max(row, count)
             yield field_of(f"row {row:,}", {top: value}, column)
 
 

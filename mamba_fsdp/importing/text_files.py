@@ -60,7 +60,8 @@ class Codec:
         invalid = 0
         others = 0
         with open(name, "rb") as file:
-            for text in io.TextIOWrapper(unpacked(file), "utf-8", "surrogateescape"):
+            stream = io.TextIOWrapper(unpacked(file), "utf-8", "surrogateescape")
+            while text := stream.read(BLOCK):
                 invalid += len(INVALID.findall(text))
                 others += len(NOT_ASCII.findall(text))
         if invalid * 2 > others:

@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing.kinds import (
-    check_input,
     classify_path,
     tokenizer_path_in,
     unexpected_data_error,
@@ -100,8 +98,6 @@ PLACES = {  # path: (its kind, what is said of what is in it or of what takes it
     "empty": ("empty", "an empty folder"),
 }
 
-ACCEPTED = "input saved json ids nothing other settings part pruned".split()
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -142,16 +138,6 @@ def test_a_name_of_the_hub_in_place_of_a_model_comes_with_its_command():
     assert "hf download" not in str(unexpected_model_error("runs/c")) + str(
         unexpected_model_error("/no/such")
     )
-
-
-def test_an_import_takes_text_and_nothing_else_that_looks_like_it():
-    for path in PLACES:
-        kind, _ = PLACES[path]
-        if kind in ACCEPTED:
-            check_input(path)
-        else:
-            with pytest.raises(UserError, match=f"^{path}: .*, not text or token ids to import"):
-                check_input(path)
 
 
 def test_a_tokenizer_is_found_in_what_was_made_with_it(folder):
