@@ -87,7 +87,13 @@ def test_a_position_that_means_nothing_is_refused():
         "seed is 1, but .* saved with seed 0": (sources, weights, 8, 1, state),
         "seq_length is 16, but .* seq_length 8": (sources, weights, 16, 0, state),
         "source 's1' contains other data": (other, weights, 8, 0, state),
-        "source 's1' holds .* when": (other, weights, 8, 0, later),  # after it was away for a while
+        "source 's1' contains .* when": (
+            other,
+            weights,
+            8,
+            0,
+            later,
+        ),  # after it was away for a while
     }.items():
         with pytest.raises(UserError, match=message):
             Sampler(*changed)

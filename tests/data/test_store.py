@@ -94,7 +94,7 @@ DAMAGES = {  # what is done in the folder: what is said
     "sed -i 's/.eos.: 0/\"eos\": 1/' index.json": "does not match its own checksum",
     "rm 00001.bin": "00001.bin: can't be read",
     "truncate -s 2 00001.bin": "00001.bin: it has 2 bytes instead of the",
-    "truncate -s 0 00000.doc": "00000.doc: 0 bytes",
+    "truncate -s 0 00000.doc": "00000.doc: it has 0 bytes instead of the 16 in the index",
 }
 
 
