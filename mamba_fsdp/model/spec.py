@@ -157,7 +157,8 @@ def _mamba1(config: "ModelConfig") -> Parameters:
 
 
 def _mamba1_operators(config: "ModelConfig") -> Operators:
-    operators: Operators = {"conv": {"channels": config.d_inner}, "scan": {}}
+    operators: Operators = {"conv": {"channels": config.d_inner}}
+    operators["scan"] = {"channels": config.d_state}
     if not config.bcdt_norm_eps:
         operators["mamba1"] = {}
     return operators

@@ -56,7 +56,7 @@ class Use:
     operator: str
     dtype: Any  # torch.dtype of the activations
     seq_idx: bool  # whether state, convolution and attention stay within a document
-    channels: int = 0  # of the convolution, or of a head's keys
+    channels: int = 0  # of the convolution, of a head's keys, or the scan's d_state
     rows: int = 0  # of a mixer's input projection
     deterministic: bool = False  # whether equal runs must be equal bit for bit
     elements: int = 0  # of the largest tensor that a batch makes, as far as it is known

@@ -3,7 +3,7 @@
 For each kind of layer, a model with one such layer between an embedding and a loss runs forward and backward in the
 precision of the run. The shapes of the inputs are chosen so that Triton compiles the same code as for the run. One
 input has the length of the run's sequences, if it fits the memory. More inputs run forward without gradients, as in
-validation. If ranks share sequences and pass states on, inputs that begin with a state are tested too.
+validation. If ranks share sequences, the layers compute as the second of two ranks.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from mamba_fsdp.errors import TransientError, first_line, out_of_memory_message
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.ops.backends import REFERENCE
+from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.this_process import progress, rank_and_host
 
@@ -64,6 +65,20 @@ READS = [Rows(1, 1), Rows(1, 16), Rows(1, 17), Rows(1, 608), Rows(1, 609)]
 READS_AFTER_STATE = [Rows(1, 1, before=1), Rows(1, 17, before=16), Rows(1, 609, before=608)]
 
 
+class SecondOfTwo(ContextGroup):
+    """Stands for the second of two ranks that share sequences. The first rank has the same inputs, so that no other
+    process is needed."""
+
+    def previous_inputs(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        return x[:, x.shape[1] - count :]
+
+    def entering_state(self, last: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+        return last
+
+    def gather_sequence(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x], dim=1)
+
+
 class Comparison(NamedTuple):
     """The comparison of a layer's results with float64. It describes the tensor with the largest `share`."""
 
@@ -99,14 +114,12 @@ class LayerCheck:
         # If the rows of the run fill the GPU, so do the rows of the test. With fewer rows, kernels would split them, and
         # other code would be tested.
         batch = min(training.batch_size, 1 + GPU_FILLING_SIZE // self.model.d_inner)
-        self.positions = POSITIONS + own % 16
-        self.short = [Rows(batch, self.positions)]
-        self.tests = [*self.short, Rows(1, own)]
+        self.tests = [Rows(batch, POSITIONS + own % 16), Rows(1, own)]
         self.reads = READS
+        self.context = None
         if settings.parallel.context_parallel > 1:
-            self.short.append(Rows(batch, self.positions, before=self.positions))
-            self.tests = [*self.short, Rows(1, own), Rows(1, own, before=own)]
-            self.reads = READS + READS_AFTER_STATE
+            self.context = SecondOfTwo(1, 2, None, device)
+            self.reads = self.tests[:1]  # each rank's part of a text is as long as in training
         # {kind of layer: (reference results in float64, reference results in the precision of the run)}
         self.expected: dict[str, tuple[Results, Results]] = {}
 
@@ -142,6 +155,7 @@ class LayerCheck:
             if self.is_sharded and name not in model.fp32_parameter_names():
                 value = value.to(self.dtype)
             parameter.data = value.double() if exact else value
+        model.enable_context_parallel(self.context)
         return model
 
     def run(self, model: MambaLM, rows: Rows) -> Results:
@@ -149,22 +163,27 @@ class LayerCheck:
 
         Returns the output and, if gradients are enabled, each parameter's gradient.
 
-        A row consists of three documents, or of one document if it begins with a state.
+        A row consists of three documents (over both ranks, if ranks share sequences), or of one document if it begins
+        with a state.
         """
         progress.touch()
         length = rows.before + rows.positions
-        places = torch.arange(rows.batch * length, device=self.device).view(rows.batch, length)
-        tokens = places * 7 % VOCABULARY
+        tokens = torch.arange(rows.batch * length, device=self.device).view(rows.batch, length)
+        tokens = tokens * 7 % VOCABULARY
         own = tokens[:, rows.before :]
+        whole = 2 * length if self.context else length
+        whole_rows = torch.zeros(rows.batch, whole, dtype=torch.int32, device=self.device)
         seq_idx = None
         documents = None
         state = None
+        if self.seq_idx and not rows.before:
+            whole_rows += torch.arange(whole, device=self.device) * 3 // whole
+            seq_idx = whole_rows
         if rows.before:
             state = model.allocate_state(rows.batch, length)
             model.run_blocks(tokens[:, : rows.before], state=state)
-            documents = Documents.asked_by_last(torch.zeros_like(tokens), rows.positions)
-        elif self.seq_idx:
-            seq_idx = (places % length * 3 // length).int()
+        if rows.before or self.context:
+            documents = Documents.asked_by_last(whole_rows, rows.positions)
         output = model.final_norm(*model.run_blocks(own, seq_idx, documents, state))
         results = {f"output {rows}": output.detach()}
         if torch.is_grad_enabled():
@@ -194,7 +213,7 @@ class LayerCheck:
         """
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
             return self.compare(kind, backends)
-        self.tests = self.short
+        del self.tests[1:]
         return self.compare(kind, backends)
 
     def compare(self, kind: str, backends: dict[str, str]) -> Comparison:

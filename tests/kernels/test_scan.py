@@ -100,9 +100,10 @@ def test_rows_that_lie_far_apart(monkeypatch):
         u, dt, z, gradient, grad_z = place.split(3, -1)[:5]
         B, C = place[..., 15:].split(2, -1)
         BC = torch.stack([B, C], 2)
-        inputs = (u, dt, -torch.ones(3, 2), BC, torch.ones(3), z, torch.ones(3), None)
-        out, last, entries = backend.scan_forward(*inputs, None)
-        gradients = backend.scan_backward(gradient, None, *inputs, entries, grad_z)
+        ones = torch.ones(3)
+        inputs = backend.Inputs(u, dt, -torch.ones(3, 2), BC, ones, z, ones, None)
+        out, last, entries = backend.scan_forward(inputs, None)
+        gradients = backend.scan_backward(gradient, None, inputs, entries, grad_z)
         return out, last, *gradients
 
     for got, expected in zip(run(far), run(near.clone())):

@@ -9,6 +9,7 @@ from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 pytestmark = pytest.mark.slow
 
+# Any two of context parallelism, documents, fp16, recomputing and torch.compile meet in a row of KINDS or PARALLEL.
 KINDS = {
     "every layer": {"layers": "mamba1,mamba2,mamba3,gdn,attention+mlp", "n_layer": 5},
     "documents, deterministic": {
@@ -31,12 +32,35 @@ KINDS = {
         "global_batch_size": "4",
     },
     "compiled": {"layers": "mamba2", "use_torch_compile": "true"},
+    "documents, fp16, recomputed, compiled": {
+        "layers": "mamba2,attention+mlp",
+        "reset_at_documents": "true",
+        "mixed_precision": "fp16",
+        "fsdp_activation_checkpointing": "true",
+        "use_torch_compile": "true",
+        "num_steps": "2",
+    },
 }
 PARALLEL = {
     "ddp": {"sharding_strategy": "ddp"},
     "fsdp": {"sharding_strategy": "fsdp"},
-    "hsdp": {"sharding_strategy": "hsdp", "ranks": 4},
-    "context": {"sharding_strategy": "fsdp", "context_parallel": "2"},
+    "hsdp, muon": {"sharding_strategy": "hsdp", "ranks": 4, "optimizer": "muon"},
+    "context, documents, fp16": {
+        "layers": "mamba1,mamba2,attention+mlp",
+        "n_layer": 3,
+        "sharding_strategy": "fsdp",
+        "context_parallel": "2",
+        "reset_at_documents": "true",
+        "mixed_precision": "fp16",
+    },
+    "context, recomputed, compiled": {
+        "layers": "mamba1,mamba2,attention+mlp",
+        "n_layer": 3,
+        "sharding_strategy": "fsdp",
+        "context_parallel": "2",
+        "fsdp_activation_checkpointing": "true",
+        "use_torch_compile": "true",
+    },
 }
 BOTH = ("fp16, recomputed, accumulated", "fsdp")
 OF_CUBLAS = 32 << 20  # bytes of a workspace, which torch keeps
@@ -54,7 +78,7 @@ def kinds(table):
 def test_a_training_compiles_nothing_untested_and_waits_nowhere(train, kind):
     """From its start, and from a checkpoint."""
     for report in train(**KINDS[kind]):
-        assert report == GOOD | {"left": report["left"]}
+        assert report == GOOD | {"left": report["left"]}, report["ended"]
 
 
 @pytest.mark.parametrize("kind", kinds(PARALLEL))
@@ -62,7 +86,7 @@ def test_ranks_compile_nothing_untested_and_wait_nowhere(train, kind):
     settings = {"ranks": 2, "layers": "mamba2"} | PARALLEL[kind]
     for num_steps in (2, 4) if kind == "fsdp" else (2,):
         (report,) = train(num_steps=num_steps, **settings)
-        assert report == GOOD | {"left": report["left"]}
+        assert report == GOOD | {"left": report["left"]}, report["ended"]
 
 
 @pytest.mark.pinned

@@ -177,9 +177,8 @@ def test_rows_are_those_for_which_triton_compiles_the_code_of_the_run():
     settings = settings_of(d_model=2048, batch_size=40, seq_length=100)
     assert LayerCheck(settings, CPU).tests == [Rows(9, 592 + 4), Rows(1, 100)]
     shared = LayerCheck(settings.with_values(context_parallel=3), CPU)
-    of_parts = [Rows(9, 592 + 2), Rows(9, 592 + 2, before=592 + 2)]
-    assert shared.tests == [*of_parts, Rows(1, 34), Rows(1, 34, before=34)]
-    assert [rows.positions for rows in shared.reads] == [1, 16, 17, 608, 609, 1, 17, 609]
+    assert shared.tests == [Rows(9, 592 + 2), Rows(1, 34)]
+    assert shared.reads == [Rows(9, 592 + 2)]
     assert LayerCheck(settings.with_values(batch_size=2), CPU).tests[0].batch == 2
 
 
@@ -201,23 +200,38 @@ def test_the_runs_own_length_is_left_out_where_it_does_not_fit(spoil):
 @pytest.mark.parametrize(
     "operator, kind", [("scan", "mamba1"), ("ssd", "mamba2"), ("ssd", "mamba3"), ("gdn", "gdn")]
 )
-def test_a_wrong_state_is_found_where_one_is_handed_on(measure, operator, kind):
-    """The state is passed to the next token, or to the next of the ranks that share sequences.
-
-    Other tests do not see its gradient.
-    """
-    settings = settings_of(kind, mixed_precision="bf16")
-    alone = LayerCheck(settings, CPU)
-    found = measure(alone, operator, change_state(torch.neg))
+def test_a_wrong_state_is_found_where_one_is_handed_to_the_next_token(measure, operator, kind):
+    layers = LayerCheck(settings_of(kind, mixed_precision="bf16"), CPU)
+    found = measure(layers, operator, change_state(torch.neg))
     assert found.share < 1, "a training alone hands on no state"
-    alone.reads = READS_AFTER_STATE
-    alone.expected.clear()
-    settings = settings.with_values(context_parallel=2)
-    sharing = LayerCheck(settings, CPU)
-    for layers, change in ((alone, torch.neg), (sharing, Negated.apply)):
-        assert layers.measure(kind, REFERENCE).share < 0.5
-        wrong = measure(layers, operator, change_state(change))
-        assert wrong.share > 2 and not wrong.tensor.endswith("after 0")
+    layers.reads = READS_AFTER_STATE
+    layers.expected.clear()
+    assert layers.measure(kind, REFERENCE).share < 0.5
+    wrong = measure(layers, operator, change_state(torch.neg))
+    assert wrong.share > 2 and not wrong.tensor.endswith("after 0")
+
+
+def test_a_wrong_gradient_of_a_state_is_found_where_ranks_enable_context_parallel(measure):
+    """Also with documents, of which the first began on an earlier rank."""
+    settings = settings_of("mamba1", mixed_precision="bf16", context_parallel=2)
+    layers = LayerCheck(settings, CPU)
+    assert layers.measure("mamba1", REFERENCE).share < 0.5
+    assert measure(layers, "scan", change_state(Negated.apply)).share > 2
+
+
+@pytest.mark.parametrize("kind", ["mamba1", "mamba2", "mamba3", "attention"])
+def test_ranks_that_enable_context_parallel_are_tested_with_the_state_of_the_documents_before(kind):
+    """Positions of the second of two ranks depend on the first rank's, until a document begins, here after 32."""
+    layers = LayerCheck(settings_of(kind, context_parallel=2), CPU)
+    model = layers.make_model([kind], REFERENCE)
+    rows = Rows(1, 96)
+    with torch.no_grad():
+        (sharing,) = layers.run(model, rows).values()
+        model.enable_context_parallel(None)
+        layers.context = None
+        (alone,) = layers.run(model, rows).values()
+    assert not torch.equal(sharing[:, :32], alone[:, :32])
+    torch.testing.assert_close(sharing[:, 32:64], alone[:, 32:64])
 
 
 @pytest.mark.usefixtures("few_positions")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.conv.triton import conv_backward, conv_forward
-from mamba_fsdp.ops.scan.triton import scan_backward, scan_forward
+from mamba_fsdp.ops.scan.triton import Inputs, scan_backward, scan_forward
 
 
 def _split(projected: Tensor, dt_proj: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,9 +36,8 @@ def _forward(
     rank_dt, BC = _split(projected, dt_proj)
     BC = BC.float().contiguous()
     dt = F.linear(rank_dt, dt_proj)
-    y, _, entries = scan_forward(
-        u, dt, A_log, BC, D, z, dt_bias, seq_idx, None, keep, a_is_log=True
-    )
+    inputs = Inputs(u, dt, A_log, BC, D, z, dt_bias, seq_idx, a_is_log=True)
+    y, _, entries = scan_forward(inputs, None, keep)
     return F.linear(y, out_proj), projected, BC, entries
 
 
@@ -65,9 +64,9 @@ def _backward(
     rank_dt, _ = _split(projected, dt_proj)
     dt = F.linear(rank_dt, dt_proj)
 
-    inputs = (u, dt, A_log, BC, D, z, dt_bias, seq_idx, entries)
+    inputs = Inputs(u, dt, A_log, BC, D, z, dt_bias, seq_idx, a_is_log=True)
     grad_u, grad_dt, grad_A, grad_BC, grad_D, _, grad_bias, _, y = scan_backward(
-        grad @ out_proj, None, *inputs, grad_z, a_is_log=True
+        grad @ out_proj, None, inputs, entries, grad_z
     )
     grad_projected = torch.empty_like(projected)
     into_dt, into_BC = _split(grad_projected, dt_proj)

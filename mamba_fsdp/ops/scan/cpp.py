@@ -30,27 +30,16 @@ def _call(function: Callable[..., int], inputs: Sequence[Tensor | None], **more:
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        u: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        z: Tensor,
-        bias: Tensor,
-        starts: Tensor | None,
-        state: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        u, dt, A, B, C, D, z, bias, starts, state = inputs
         u, dt, B, C, z = cpp.as_rows(u, dt, B, C, z)
         library = cpp.library(u.dtype)
         out = u.new_empty(u.shape)
         state = state.clone()
         entries = state.new_empty(len(u), -(-u.shape[1] // library.scan_steps()), *A.shape)
-        inputs = (u, dt, A, B, C, D, z, bias, starts, entries)
-        _call(library.scan_forward, inputs, out=out, state=state)
-        ctx.save_for_backward(*inputs)
+        saved = (u, dt, A, B, C, D, z, bias, starts, entries)
+        _call(library.scan_forward, saved, out=out, state=state)
+        ctx.save_for_backward(*saved)
         return out, state
 
     @staticmethod

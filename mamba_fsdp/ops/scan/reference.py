@@ -92,19 +92,8 @@ def _chunks(length: int) -> list[slice]:
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        u: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        z: Tensor,
-        dt_bias: Tensor,
-        starts: Tensor | None,
-        state: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        u, dt, A, B, C, D, z, dt_bias, starts, state = inputs
         out = torch.empty_like(u, memory_format=torch.contiguous_format)
         spans = _chunks(u.shape[1])
         entries = state.new_empty(len(spans), *state.shape)

@@ -1,19 +1,45 @@
 """Computes the selective scan in Triton: triton_kernels.py. Equal inputs give equal bits on equal GPUs: nothing is
 added with atomics, and the cut of a row into segments depends only on sizes."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mamba_fsdp.ops import triton
+from mamba_fsdp.ops.backends import Use
 
 why_unavailable = triton.why_unavailable
 TILE = 4  # positions that a kernel reads together
 CHUNK = 64  # positions from one kept state to the next
 FILL = 1024  # programs that keep a GPU busy; if batch and channels make fewer, rows are cut
 CHANNELS = 32  # of a program, which has a warp for every 16 states
+# The largest d_state that a Triton was seen to compile. At 128, the compiler of Triton 2.2 dies by a signal.
+STATES_OF_2 = 64
+STATES = 256
+
+
+class Inputs(NamedTuple):
+    """A scan's inputs as in ops/scan, except that BC has B and C, (batch, length, 2, d_state), and
+    that A is log(-A) if a_is_log."""
+
+    u: Tensor
+    dt: Tensor
+    A: Tensor
+    BC: Tensor
+    D: Tensor
+    z: Tensor
+    dt_bias: Tensor
+    seq_idx: Tensor | None
+    a_is_log: bool = False
+
+
+def why_not(use: Use) -> str | None:
+    most = STATES_OF_2 if triton.is_version_2() else STATES
+    if use.channels > most:
+        return f"its kernels take a d_state of up to {most} with this Triton, not {use.channels}"
+    return None
 
 
 def _rows(a: Tensor) -> Tensor:
@@ -43,18 +69,8 @@ def _state(initial: Tensor | None) -> Tensor | None:
 class _Scan:
     """The segments of a scan's rows, and the arguments that its kernels share."""
 
-    def __init__(
-        self,
-        u: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        BC: Tensor,
-        D: Tensor,
-        z: Tensor,
-        dt_bias: Tensor,
-        seq_idx: Tensor | None,
-        a_is_log: bool = False,
-    ) -> None:
+    def __init__(self, inputs: Inputs) -> None:
+        u, dt, A, BC, D, z, dt_bias, seq_idx, a_is_log = inputs
         self.batch, length, self.channels = u.shape
         self.states = A.shape[1]
         N = max(16, 1 << (self.states - 1).bit_length())  # Triton 2.2 reads past smaller tensors
@@ -97,27 +113,14 @@ class _Scan:
         """Returns an uninitialised state, (d_state, d_inner), for each of these places."""
         return self.floats(*places, self.states, self.channels)
 
-    def sweep(
-        self,
-        segments: int,
-        u: Tensor,
-        state: Tensor | None,
-        out: Tensor,
-        entries: Tensor | None,
-        last: Tensor,
-        **flags: bool,
-    ) -> None:
-        """Launches the kernel `sweep`."""
+    def sweep(self, segments: int, u: Tensor, **others: Tensor | bool | None) -> None:
+        """Launches the kernel `sweep`. others: the arguments that differ between its launches."""
         from mamba_fsdp.ops.scan.triton_kernels import sweep
 
         sweep[self.blocks, segments, self.batch](
             **self.shared,
             **_with_strides(u=u, dt=self.dt, z=self.z),
-            state=state,
-            out=out,
-            entries=entries,
-            last=last,
-            **flags,
+            **others,
         )
 
     def cut(self, u: Tensor, reverse: bool) -> None:
@@ -127,26 +130,17 @@ class _Scan:
         self.shared["ends"] = ends
         self.shared["totals"] = self.floats(self.batch, self.segments, self.channels)
         if self.segments > 1:
-            none = (ends, ends, ends, ends)
-            self.sweep(self.segments - 1, u, *none, LOCAL=True, REVERSE=reverse, KEEP=False)
+            unused = dict.fromkeys(("state", "out", "entries", "last"), ends)
+            self.sweep(self.segments - 1, u, **unused, LOCAL=True, REVERSE=reverse, KEEP=False)
 
 
 def scan_forward(
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    BC: Tensor,
-    D: Tensor,
-    z: Tensor,
-    dt_bias: Tensor,
-    seq_idx: Tensor | None,
-    state: Tensor | None,
-    keep: bool = True,
-    a_is_log: bool = False,
+    inputs: Inputs, state: Tensor | None, keep: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (y, last state, entries). BC: (batch, length, 2, d_state). With `keep`, entries are the states (batch,
-    chunks, d_state, d_inner) at chunk entries, from which scan_backward starts. a_is_log: log(-A) stands for A."""
-    scan = _Scan(u, dt, A, BC, D, z, dt_bias, seq_idx, a_is_log)
+    """Returns (y, last state, entries). With `keep`, entries are the states (batch, chunks, d_state, d_inner) at chunk
+    entries, from which scan_backward starts."""
+    scan = _Scan(inputs)
+    u = inputs.u
     last = scan.slabs(scan.batch)
     out = u.new_empty(u.shape)
     entries = scan.slabs(scan.batch, scan.chunks) if keep else scan.floats(0, 0, 0, 0)
@@ -155,10 +149,10 @@ def scan_forward(
         scan.sweep(
             scan.segments,
             scan.u,
-            _state(state),
-            out,
-            entries,
-            last,
+            state=_state(state),
+            out=out,
+            entries=entries,
+            last=last,
             LOCAL=False,
             REVERSE=False,
             KEEP=keep,
@@ -169,21 +163,14 @@ def scan_forward(
 def scan_backward(
     grad_out: Tensor,
     grad_last: Tensor | None,
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    BC: Tensor,
-    D: Tensor,
-    z: Tensor,
-    dt_bias: Tensor,
-    seq_idx: Tensor | None,
+    inputs: Inputs,
     entries: Tensor,
     grad_z: Tensor | None = None,
-    a_is_log: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of u, dt, A, BC, D, z, dt_bias and the initial state, and y as scan_forward returns it.
-    grad_z: the tensor for the gradient of z. a_is_log: as in scan_forward, of which the gradient is then."""
-    scan = _Scan(u, dt, A, BC, D, z, dt_bias, seq_idx, a_is_log)
+    """Returns the gradients of u, dt, A (of log(-A) if a_is_log), BC, D, z, dt_bias and the initial state, and y as
+    scan_forward returns it. grad_z: the tensor for the gradient of z."""
+    scan = _Scan(inputs)
+    u, dt, A, *_ = inputs
     grad_out = _rows(grad_out)
     grad_state = scan.slabs(scan.batch)
     out = u.new_empty(u.shape)
@@ -233,13 +220,14 @@ def scan_backward(
 def _forward(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
-    return scan_forward(u, dt, A, torch.stack([B, C], 2), *others)
+    *rest, state, keep = others
+    return scan_forward(Inputs(u, dt, A, torch.stack([B, C], 2), *rest), state, keep)
 
 
 def _backward(*inputs: Any) -> tuple[Tensor, ...]:
-    *first, B, C, D, z, dt_bias, seq_idx, _, entries = inputs  # entries replace the state
-    others = [torch.stack([B, C], 2), D, z, dt_bias, seq_idx, entries]
-    grad_u, grad_dt, grad_A, grad_BC, *grads, _ = scan_backward(*first, *others)
+    grad, grad_last, u, dt, A, B, C, *rest, _, entries = inputs  # entries replace the state
+    scanned = Inputs(u, dt, A, torch.stack([B, C], 2), *rest)
+    grad_u, grad_dt, grad_A, grad_BC, *grads, _ = scan_backward(grad, grad_last, scanned, entries)
     return grad_u, grad_dt, grad_A, *grad_BC.unbind(2), *grads
 
 

@@ -5,7 +5,7 @@ gradients after the pairs, by a sweep from each end. Then it computes all gradie
 and through the states. Equal sizes give equal bits, because sums have a fixed order."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,21 @@ PROGRAMS = 512  # of a sweep that fills a GPU
 CHUNK = 32  # positions
 SEGMENTS = 16  # of a sequence, at most
 CHUNKS = 8  # of a segment, at least
+
+
+class Inputs(NamedTuple):
+    """The inputs of SSD as in ops/ssd. If a_is_log, A is log(-A)."""
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor
+    dt_bias: Tensor
+    seq_idx: Tensor | None
+    state: Tensor | None
+    a_is_log: bool = False
 
 
 def why_not(use: Use) -> str | None:
@@ -82,26 +97,15 @@ def _rows(**tensors: Tensor) -> dict[str, int]:
 class _Call:
     """The inputs and sizes that the kernels of one call share, and the steps, from which decays are computed."""
 
-    def __init__(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        dt_bias: Tensor,
-        seq_idx: Tensor | None,
-        a_is_log: bool,
-    ) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         from mamba_fsdp.ops.ssd.triton_kernels import add_up
 
+        x, dt, A, B, C, D, dt_bias, seq_idx, _, a_is_log = inputs
         dtype = torch.promote_types(x.dtype, torch.promote_types(B.dtype, C.dtype))
         self.x = _packed(x.to(dtype))
         self.B = _packed(B.to(dtype))
         self.C = _packed(C.to(dtype))
         self.dt = _packed(dt)
-        self.a_is_log = a_is_log
         self.D = D
         self.bias = dt_bias
         self.seq_idx = None if seq_idx is None else seq_idx.contiguous()
@@ -211,63 +215,40 @@ class _Call:
         return states, last
 
 
-def ssd_forward(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    seq_idx: Tensor | None,
-    state: Tensor | None,
-    *,
-    a_is_log: bool = False,
-    remake: bool = False,
-) -> tuple[Tensor, Any]:
-    """Returns (y, last state); the arguments are as in ops/ssd's ssd. The gradients need only the arguments. a_is_log:
-    log(-A) stands for A. remake: returns, in place of the last state, what saves ssd_backward a sweep: the call, and the
-    states before each pair of chunks."""
-    if x.is_meta and not remake:
-        return x.new_empty(x.shape), x.new_empty(
-            x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32
-        )
-    call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx, a_is_log)
+def ssd_forward(inputs: Inputs, remake: bool = False) -> tuple[Tensor, Any]:
+    """Returns (y, last state). The gradients need only the inputs. remake: returns, in place of the last state, what
+    saves ssd_backward a sweep: the call, and the states before each pair of chunks."""
+    x = inputs.x
     y = x.new_empty(x.shape)
-    entering, last = call.sweep(call.x, call.B, call.C, state, y, keep=remake)
+    if x.is_meta and not remake:
+        d_state = inputs.B.shape[3]
+        return y, x.new_empty(x.shape[0], *x.shape[2:], d_state, dtype=torch.float32)
+    call = _Call(inputs)
+    entering, last = call.sweep(call.x, call.B, call.C, inputs.state, y, keep=remake)
     return y, (call, entering) if remake else last
 
 
 def ssd_backward(
     grad: Tensor,
     grad_last: Tensor | None,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    seq_idx: Tensor | None,
-    state: Tensor | None,
-    *,
+    inputs: Inputs,
     remade: tuple[_Call, Tensor] | None = None,
     results: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of x, dt, A, B, C, D, dt_bias and the initial state; None counts as a state of zeros.
-    remade: what ssd_forward with `remake` returns; A is as it was there. results: tensors to which the gradients of x, of
+    remade: what ssd_forward with `remake` returns. results: tensors to which the gradients of x, of
     dt, and of B and C (batch, length, 2, groups, d_state) are written; their batches and rows may have any strides."""
     from mamba_fsdp.ops.ssd.triton_kernels import far, finish, near
 
     if remade is None:
-        call = _Call(x, dt, A, B, C, D, dt_bias, seq_idx, a_is_log=False)
-        entering, _ = call.sweep(call.x, call.B, call.C, state, None, keep=True)
+        call = _Call(inputs)
+        entering, _ = call.sweep(call.x, call.B, call.C, inputs.state, None, keep=True)
     else:
         call, entering = remade
     grad = _packed(grad.to(call.x.dtype))
     if results is None:
-        grad_x = x.new_empty(x.shape)
-        grad_dt = dt.new_empty(dt.shape)
+        grad_x = inputs.x.new_empty(inputs.x.shape)
+        grad_dt = inputs.dt.new_empty(inputs.dt.shape)
     else:
         grad_x, grad_dt, grad_BC = results
     leaving, grad_state = call.sweep(
@@ -281,17 +262,16 @@ def ssd_backward(
     near_blocks = -(-call.share // near_options["BLOCK"])
     far_blocks = -(-call.share // far_options["BLOCK"])
     flows = call.fp32(call.batch, call.heads, call.pairs, 5, call.W)
-    parts = call.fp32(2, near_blocks + far_blocks, *B.shape)
-    parts_of_B = parts[0]
-    parts_of_C = parts[1]
-    inputs = (grad, call.x, call.B, call.C, call.steps, call.seq_idx)
+    parts = call.fp32(2, near_blocks + far_blocks, *inputs.B.shape)
+    parts_of_B, parts_of_C = parts
+    pointers = (grad, call.x, call.B, call.C, call.steps, call.seq_idx)
     strides = _batches(grad, call.x, call.B, call.C)
     constants = call.constants | {"W": call.W} | _rows(GRAD_Y=grad, X=call.x, B=call.B, C=call.C)
     near[call.groups * near_blocks, call.pairs, call.batch](
-        *inputs, parts_of_B, parts_of_C, flows, *strides, call.length, **constants, **near_options
+        *pointers, parts_of_B, parts_of_C, flows, *strides, call.length, **constants, **near_options
     )
     far[call.W // far_options["ROWS"] * call.groups * far_blocks, call.pairs, call.batch](
-        *inputs,
+        *pointers,
         parts_of_B[near_blocks:],
         parts_of_C[near_blocks:],
         flows,
@@ -305,7 +285,7 @@ def ssd_backward(
     totals = call.fp32(3, call.batch * call.pairs, call.heads)
     finish[call.heads, call.pairs, call.batch](
         call.dt,
-        A,
+        inputs.A,
         call.bias,
         call.steps,
         call.seq_idx,
@@ -316,7 +296,7 @@ def ssd_backward(
         *grad_dt.stride()[:2],
         call.length,
         call.heads,
-        A_IS_LOG=call.a_is_log,
+        A_IS_LOG=inputs.a_is_log,
         W=call.W,
         num_warps=2,
     )
@@ -328,23 +308,20 @@ def ssd_backward(
     return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_dt_bias, grad_state
 
 
-_forward = triton.differentiable(
-    "ssd", "x dt A B C D dt_bias seq_idx? state?", "", 2, 0, ssd_forward, ssd_backward
+def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    return ssd_forward(Inputs(*inputs))
+
+
+def _backward(grad: Tensor, grad_last: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
+    return ssd_backward(grad, grad_last, Inputs(*inputs))
+
+
+_ssd = triton.differentiable(
+    "ssd", "x dt A B C D dt_bias seq_idx? state?", "", 2, 0, _forward, _backward
 )
 
 
-def ssd(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    chunk_size: int,
-    seq_idx: Tensor | None,
-    initial_state: Tensor | None,
-    return_last_state: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    y, last = _forward(x, dt, A, B, C, D, dt_bias, seq_idx, initial_state)
+def ssd(*inputs: Tensor | int | None) -> Tensor | tuple[Tensor, Tensor]:
+    *tensors, _, seq_idx, initial_state, return_last_state = inputs  # without chunk_size
+    y, last = _ssd(*tensors, seq_idx, initial_state)
     return (y, last) if return_last_state else y

@@ -118,6 +118,16 @@ class OverGloo(dist.ProcessGroup):
             into.view(-1).copy_(summed.chunk(self.size())[self.rank()])
         return Done(own)
 
+    def alltoall_base(self, received, sent, received_counts, sent_counts, options):
+        with on_cpu([received], [sent]) as ((into,), (whole,)):
+            size = whole.element_size()
+            bytes_received = [count * size for count in received_counts]
+            bytes_sent = [count * size for count in sent_counts]
+            self.gloo.alltoall_base(
+                as_bytes(into), as_bytes(whole), bytes_received, bytes_sent
+            ).wait()
+        return Done(received)
+
     def _start_coalescing(self, device):
         pass
 
