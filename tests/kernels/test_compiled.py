@@ -4,12 +4,15 @@ By default each launch on one of six pairs of Triton and architecture; KERNEL_GA
 tests/kernels/test_compiled.py takes all launches on all pairs. Triton keeps what it compiled beside itself.
 """
 
+import json
 import os
+import subprocess
+import sys
 from typing import NamedTuple
 
 import pytest
 
-from benchmarks.kernels.compiler import compile_part
+from benchmarks.kernels.compiler import Compiled, compile_part, environment
 from benchmarks.kernels.install import TRITONS, triton_folder
 
 pytestmark = pytest.mark.slow
@@ -44,6 +47,11 @@ BOUNDS = {
     "ssd far": Bounds(112, spills=16, stack=80),
     "ssd finish": Bounds(14),
 }
+# Of the scan with many states on sm_90: the most that Triton 2.2 compiles, and 128, which few models have.
+MANY_STATES = {
+    ("2.2.0", 64): Bounds(52, spills=180, stack=640),
+    ("3.6.0", 128): Bounds(115, spills=1000, stack=2400),
+}
 VARIANTS = {"reverse", "cut", "documents"}  # which have no bounds of their own
 
 
@@ -70,3 +78,23 @@ def test_every_kernel_keeps_its_bounds(version, cc):
     made = list(compile_part(folder, cc, PAIRS.index((version, cc)) % PARTS, PARTS))
     assert made
     assert [f"{one.title}: {said}" for one in made for said in complaints(one)] == []
+
+
+@pytest.mark.parametrize("version, d_state", MANY_STATES)
+def test_scans_of_many_states_compile(version, d_state, project):
+    try:
+        folder = triton_folder(version)
+    except OSError as why:
+        pytest.skip(str(why))
+    command = [sys.executable, "-m", "tests.support.scans", "90", str(d_state)]
+    done = subprocess.run(
+        command, env=environment(folder), cwd=project, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    made = [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
+    assert len(made) == 4
+    for one in made:
+        assert not one.error
+        found = Bounds(one.instructions, one.spills, one.stack)
+        bounds = MANY_STATES[version, d_state]
+        assert all(value <= most for value, most in zip(found, bounds)), (one.title, found)

@@ -90,6 +90,13 @@ def test_ranks_compile_nothing_untested_and_wait_nowhere(train, kind):
 
 
 @pytest.mark.pinned
+def test_a_scan_that_triton_2_can_not_compile_is_refused_before_it_is_tried(train):
+    """Its compiler dies by a signal, and so would each start."""
+    (report,) = train(num_steps=2, layers="mamba1", d_state=128)
+    assert "its kernels take a d_state of up to 64 with this Triton, not 128" in report["ended"]
+
+
+@pytest.mark.pinned
 def test_what_a_user_does_in_one_process_gives_back_what_it_took(train, tmp_path):
     """Three trainings with validation, then evaluate and generate: in memory that is pinned for saves, later trainings
     would find no room. Nothing waits, and no kernel is untested; nor if a new process evaluates and generates."""
