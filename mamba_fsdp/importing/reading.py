@@ -18,7 +18,7 @@ MAX_REASON = 700  # characters
 SECONDS_OF_CHECKING = (
     60.0  # the limit for checking files before any is encoded; a GB takes about one second
 )
-SKIP = "--skip_unreadable=true leaves such parts out"
+SKIP = "--skip_unreadable=true skips records and files that can't be read"
 TEXTS = ("text", "json", "csv")
 TABLES = ("parquet", "arrow")
 # What a batch counts besides documents.

@@ -44,9 +44,7 @@ def test_what_is_left_out_or_kept_is_counted_at_the_end(prepare, tmp_path, capsy
     (folder / "d.jsonl").symlink_to("nowhere")
     (folder / "notes.xyz").touch()
     (folder / ".hidden").touch()
-    refused = (
-        "c.txt: .*0xff|a.jsonl: .*line 2 has no 'text'; .*; --skip_unreadable=true leaves such"
-    )
+    refused = "c.txt: .*0xff|a.jsonl: .*line 2 has no 'text'; .*; --skip_unreadable=true skips"
     with pytest.raises(UserError, match=refused):
         prepare(folder, tmp_path / "out", tokenizer="train:300", eos_token="")
     assert not list((tmp_path / "out").rglob("tokenizer.json")), "it was found at once"

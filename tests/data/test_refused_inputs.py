@@ -127,7 +127,7 @@ MISTAKES = {  # words of the command: what is said
     "chat.jsonl out": "line 1 has no 'text'; most of its text is in the list 'messages'; see \"Convert documents and records",
     "chat.parquet out": "its first row has no 'text'; most of its text is in the list 'messages'; see",
     "no_text.jsonl out": "line 1 has no 'text'; it has: id, n",
-    "half_text.jsonl out": "line 2 has half a character, '\\ud83d', in 'text'; --skip_unreadable=true leaves such parts out",
+    "half_text.jsonl out": "line 2 has half a character, '\\ud83d', in 'text'; --skip_unreadable=true skips records and files",
     "pair out": "pair/b.txt: can't be read",
     "utf16.txt out": "2 tokens are too few to hold out 0.01 of them for validation; give --overwrite",
     "cut.jsonl out": "cut.jsonl: can't be read as json: line 2 is not JSON",

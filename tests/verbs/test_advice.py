@@ -118,7 +118,7 @@ FOLLOWED = {
         "as in (--encoding=cp1252)",
         "+ {0} --validation_fraction=0",
     ),
-    "tokenize torn.jsonl out": ("(--skip_unreadable=true) leaves", "+ {0} --validation_fraction=0"),
+    "tokenize torn.jsonl out": ("(--skip_unreadable=true) skips", "+ {0} --validation_fraction=0"),
     "tokenize sets out": ("others with (--skip_unreadable=true)", "+ {0}"),
     "tokenize unnamed.json out": (r"(--format=\S+) reads it", "+ {0}"),
     "tokenize array.npy out": ("give (--tokenizer=none)", "+ {0} --pack=none --vocab_size=400"),
