@@ -329,7 +329,7 @@ def _read_window(source: Source, start: int, length: int, vocab_size: int, place
         if content.tokens.max() >= vocab_size:
             raise UserError(
                 f"token id {content.tokens.max()} is not below the model's vocab_size {vocab_size}; "
-                "set vocab_size to that of the tokenizer, or tokenize the data with the model's tokenizer"
+                "set vocab_size to the tokenizer's vocabulary size, or tokenize the data with the model's tokenizer"
             )
     except Exception as error:
         kind = type(error) if isinstance(error, UserError) else UserError

@@ -134,8 +134,8 @@ class Sampler:
         for name, value in (("seed", self.seed), ("seq_length", self.seq_length)):
             if state[name] != value:
                 raise UserError(
-                    f"{name} is {value}, but the data's position was saved with {name} {state[name]}, which "
-                    f"orders the data differently; set {name}={state[name]}, {anew}"
+                    f"{name} is {value}, but the data's position was saved with {name} {state[name]}, and the order of "
+                    f"the data depends on it; set {name}={state[name]}, {anew}"
                 )
         for name, identity in self.identity.items():
             if state["identity"].get(name, identity) != identity:

@@ -83,8 +83,8 @@ def check_tokenizers_agree(stores: Iterable[Source]) -> None:
 
 
 def representative_source(stores: Iterable[Source]) -> Source:
-    """Returns a source whose tokenizer represents those of all sources: the first one with a known tokenizer, or the first
-    one if there is none."""
+    """Returns one source to take the tokenizer from: the first source with a known tokenizer, or the first one if no source has
+    a known tokenizer."""
     stores = list(stores)
     identified = [store for store in stores if store.tokenizer.startswith(IDENTITY)]
     return (identified or stores)[0]

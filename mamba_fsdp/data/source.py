@@ -32,8 +32,7 @@ class Source(Protocol):
         """Returns the folder of the tokenizer. Raises UserError if the source has no tokenizer."""
 
     def read(self, start: int, count: int) -> Tokens:
-        """Returns the tokens [start, start + count), which must be within the source. Raises UserError if they can't be
-        read."""
+        """Returns the tokens [start, start + count). They must be within the source. Raises UserError if they can't be read."""
 
 
 class DummySource:

@@ -1,1 +1,2 @@
-"""Reads and writes others' weights: state-spaces and transformers models in and out, fms-fsdp's and Composer's in."""
+"""Weights in third-party formats. Models of state-spaces and transformers are read and written; checkpoints of fms-fsdp and
+Composer are read."""

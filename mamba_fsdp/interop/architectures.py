@@ -1,12 +1,13 @@
-"""Describes the architectures of transformers that this program reads and writes: Mamba, FalconMamba, Mamba2, Llama,
-Qwen3, Olmo2, Bamba, Granite 4 H, Falcon-H1, Nemotron-H, Olmo Hybrid and the text models of Qwen3.5.
+"""Translates models between this program and the architectures of transformers: Mamba, FalconMamba, Mamba2, Llama, Qwen3,
+Olmo2, Bamba, Granite 4 H, Falcon-H1, Nemotron-H, Olmo Hybrid and the text models of Qwen3.5.
 
-translations.yaml says which layers each architecture can hold, how its config.json and our ModelConfig translate, and
-which of its tensors, one below the other, make up each of ours. This module has what no table can say.
+For each architecture, translations.yaml lists the supported layers, the mapping between config.json and ModelConfig, and the
+stored tensors whose concatenation is a tensor of this program. This module contains the parts that do not fit into tables.
 
-transformers before 5 normalises Mamba-2's output over all channels, the reference and we over each group: there a model
-with ngroups > 1 loads, but computes something else. Its Nemotron-H holds dt above time_step_min, which NVIDIA's own code
-uses only for initial values, as we do: an export sets it to 0.
+transformers before version 5 normalizes the output of Mamba-2 over all channels; the reference implementation and this program
+normalize over each group. There, a model with ngroups > 1 can be loaded but gives other results. The Nemotron-H of transformers
+clamps dt to at least time_step_min. NVIDIA's implementation and this program use time_step_min only for initialization, so that
+exports set it to 0.
 """
 
 import math
@@ -37,11 +38,12 @@ LETTERS = "hybrid_override_pattern"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as another library names it."""
+    """A tensor in the format of another library."""
 
     name: str
     shape: tuple[int, ...]
-    shift: float = 0.0  # our elements minus theirs
+    # The difference between the elements in this program and the stored elements.
+    shift: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ class Architecture:
         return [layer.mixer, layer.mlp] in self.layers
 
     def lacks(self, config: ModelConfig) -> list[str]:
-        """Returns in words what keeps the architecture, which knows the model's layers, from holding the model; nothing
-        if its class can use the model, and the config.json that it writes is read as the same model."""
+        """Returns the reasons why the architecture can't represent the model, as parts of a sentence. The list is empty if it can:
+        then config.json, written and read again, describes the same model. The architecture must have the layers of the model."""
         absent = [name for name in self.needs if name in MIXERS and not config.has_mixer(name)]
         if absent:
             return [f"without {name}" for name in absent]
@@ -92,8 +94,8 @@ class Architecture:
         return [f"with {name}={getattr(config, name)}" for name in (*unset, *different)]
 
     def write_config(self, config: ModelConfig) -> Table:
-        """Returns every field of config.json that says what the model computes, since defaults differ between
-        versions."""
+        """Returns the fields of config.json. They include all fields that affect the results of the model, because defaults
+        differ between versions of transformers."""
         return {
             "architectures": [self.class_name],
             "model_type": self.model_type,
@@ -107,7 +109,7 @@ class Architecture:
         }
 
     def read_config(self, fields: Fields) -> ModelConfig:
-        """Returns the model that a config.json describes. Raises UserError that names what can't be represented."""
+        """Reads the model that a config.json describes. Raises UserError for a field that this program can't represent."""
         values = fields.pop_settings(self.settings) | self.always
         fields.expect(self.fixed)
         fields.expect_no_limit("time_step_limit")
@@ -135,7 +137,7 @@ class Architecture:
         return {self.layers_field: words}
 
     def read_layers(self, fields: Fields, values: Table) -> None:
-        """Adds the layers to the values."""
+        """Reads the fields about layers, and adds n_layer and layers to `values`."""
         mixer, has_mlp = self.layers[0]
         mixers = [mixer] * (values["n_layer"] or 0)
         if self.layers_field == INDICES:
@@ -161,7 +163,7 @@ class Architecture:
         }
 
     def read_width(self, fields: Fields, values: Table) -> None:
-        """Adds the inner width of SSM layers and the width of their heads to the values."""
+        """Reads the fields about the width of SSM layers, and adds their inner width and head dimension to `values`."""
         heads = values.pop("n_ssm_head", None)
         usual = values.get("expand", 2) * values["d_model"]
         d_inner = values.pop("d_inner", None) or usual
@@ -181,7 +183,7 @@ class Architecture:
             values["expand"] = d_inner // values["d_model"]
 
     def write_rotary(self, config: ModelConfig) -> Table:
-        """Returns the fields about rotary positions, for transformers 4 and for 5."""
+        """Returns the fields about rotary position embeddings in config.json, in the formats of transformers 4 and 5."""
         if self.rotated is None:
             return {}
         share = self.rotated
@@ -193,10 +195,10 @@ class Architecture:
         kind, numbers = config.rope
         scaling: Table = {"rope_type": kind or "default", **numbers}
         length: Table = {}
-        if kind in ("dynamic", "yarn"):  # transformers 4 computes with this field only
+        if kind in ("dynamic", "yarn"):  # transformers 4 only uses this field
             length = {"max_position_embeddings": int(scaling.pop(ORIGINAL_LENGTH))}
         fields |= {"rope_parameters": {**fields, **scaling}, **length}
-        if kind:  # transformers 4 reads rope_theta and the share outside of it
+        if kind:  # transformers 4 reads rope_theta and the rotated fraction from the top level
             fields["rope_scaling"] = scaling
         if self.rotates_if == "rope_theta" and not share:
             return {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
@@ -205,7 +207,7 @@ class Architecture:
         return fields
 
     def read_attention(self, fields: Fields, values: Table) -> None:
-        """Adds heads and rotary positions to the values."""
+        """Reads the fields about attention heads and rotary position embeddings, and adds them to `values`."""
         values["n_kv_head"] = values["n_kv_head"] or values["n_head"]
         values["head_dim"] = values["head_dim"] or values["d_model"] // values["n_head"]
         if self.rotated is None:
@@ -233,7 +235,7 @@ class Architecture:
         return fields
 
     def read_multipliers(self, fields: Fields, config: ModelConfig) -> str:
-        """Returns the setting `multipliers`: the ones that the model reads and that are not 1."""
+        """Reads the multipliers. Returns the setting `multipliers` with those that the model uses and that are not 1."""
         read_by_model = multiplier_names(config)
         items = []
         for name, our_names in self.multipliers.items():
@@ -250,7 +252,7 @@ class Architecture:
         return ",".join(items)
 
     def stored_tensors(self, config: ModelConfig) -> dict[str, list[StoredTensor]]:
-        """Returns {our name: the tensors of transformers' model that make up ours, from top to bottom}."""
+        """Returns {name of a parameter in this program: the tensors of transformers whose rows are concatenated to it}."""
         kinds = [dict(zip(MIXER_NAMES, layer.mixers)) for layer in config.layer_list()]
         described = parameters(config)
         result = {}
@@ -266,7 +268,9 @@ class Architecture:
             names = self.tensors.get(f"{kinds[int(index)]['mixer']}:{kind}.{rest}", names)
             size, *columns = parameter.shape
             sizes = [size]
-            if len(names) > 1:  # the convolution's channels are the projection's first rows
+            if (
+                len(names) > 1
+            ):  # the channels of the convolution are the first rows of the projection
                 projection = our_name.replace("conv1d", "in_proj")
                 sizes = list(described[projection].rows.values())
             result[our_name] = []
@@ -282,7 +286,7 @@ ARCHITECTURES = [Architecture(**table) for table in TABLES["transformers"].value
 
 
 def architecture_for(config: ModelConfig) -> Architecture:
-    """Returns the architecture that can hold a model. Raises UserError, which says why, if transformers has none."""
+    """Returns the architecture of transformers that can represent a model. Raises UserError, with the reason, if there is none."""
     layers = list(dict.fromkeys(config.layer_list()))
     reasons = []
     for architecture in architectures_with(layers):
@@ -297,7 +301,7 @@ def architecture_for(config: ModelConfig) -> Architecture:
         layers = next(some for some in map(list, sets) if not architectures_with(some))
         why = "together" if len(layers) > 1 else ""
     names = " and ".join(layer.name for layer in layers)
-    raise UserError(f"no transformers model holds {names} {why}".rstrip())
+    raise UserError(f"transformers has no model with {names} {why}".rstrip())
 
 
 def architectures_with(layers: Iterable[Layer]) -> list[Architecture]:
@@ -305,18 +309,20 @@ def architectures_with(layers: Iterable[Layer]) -> list[Architecture]:
 
 
 def exportable(config: ModelConfig) -> ModelConfig:
-    """Returns the model that an export holds: this one, or the same with attention that adds nothing. Raises UserError
-    if transformers has neither."""
+    """Returns the model to export: `config` itself, or an equivalent model with silent attention (see silent_attention.py).
+    Raises UserError if transformers supports neither."""
     silent = with_silent_attention(config)
     try:
         architecture_for(silent)
-    except UserError:  # says what this model lacks
-        architecture_for(config)
+    except UserError:
+        architecture_for(
+            config
+        )  # its error message is about the user's model, without silent attention
     return silent
 
 
 def silent_tensors(architecture: Architecture, config: ModelConfig) -> set[str]:
-    """Returns the names of the stored tensors of attention that adds nothing; config: the model without it."""
+    """Returns the names of the stored tensors of silent attention (see silent_attention.py). config: the model without it."""
     silent = with_silent_attention(config)
     if not all(map(architecture.knows, silent.layer_list())):
         return set()
@@ -330,7 +336,7 @@ def silent_tensors(architecture: Architecture, config: ModelConfig) -> set[str]:
 
 
 def architecture_of(fields: Fields) -> Architecture:
-    """Returns the architecture that a config.json names. Raises UserError for any other model."""
+    """Returns the architecture of a config.json. Raises UserError if this program does not support it."""
     model_type = fields.content.get("model_type")
     class_names = fields.pop("architectures", [], kind=list)
     for architecture in ARCHITECTURES:
@@ -346,12 +352,13 @@ def architecture_of(fields: Fields) -> Architecture:
 
 
 def _unit(name: str, config: ModelConfig) -> float:
-    """Returns the number in this field that stands for a multiplier of 1: the usual scale of attention's scores, or 1."""
+    """Returns the value of this field that corresponds to a multiplier of 1. For attention_multiplier, it is the usual scale of
+    the attention scores."""
     return config.resolved_head_dim**-0.5 if name == "attention_multiplier" else 1.0
 
 
 def _pop_mixers(fields: Fields, known: Table) -> list[str]:
-    """Returns the mixer of each layer, from a text of letters or a list of names."""
+    """Reads the mixer of each layer from a string with one letter per layer, or from a list of names."""
     mixers: list[str] = []
     for name in (LETTERS, "layers_block_type", "layer_types"):
         words = fields.content.pop(name, None) or ()
@@ -373,8 +380,8 @@ def _pop_norm(fields: Fields) -> str:
 
 
 def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float | None, float, str]:
-    """Returns (rope theta, rotated share of each head, rope_scaling), from the fields of transformers 4 or of 5. If
-    both are there, they must agree."""
+    """Reads the fields about rotary position embeddings in the formats of transformers 4 and 5. If both are present, they must
+    agree. Returns (theta or None, rotated fraction of each head, the setting rope_scaling)."""
     inner = [fields.inner("rope_scaling"), fields.inner("rope_parameters")]
 
     def pop_agreed(name: str, default: Any, kind: type = float) -> Any:
@@ -404,13 +411,13 @@ def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float | None, float
     items = [f"{name}={float(number)}" for name, number in sorted(numbers.items()) if number]
     for rope in inner:
         rope.expect({"truncate": (True, True)})
-        rope.ignore("mrope_section", "mrope_interleaved")  # about positions in pictures
+        rope.ignore("mrope_section", "mrope_interleaved")  # they only affect positions in images
         rope.finish()
     return theta, share, "" if kind == "default" else ",".join([kind, *items])
 
 
 def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Returns the factor of YaRN's cosines and sines, for a config that does not give it."""
+    """Computes the factor for the cosines and sines of YaRN, for a config without attention_factor."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0

@@ -1,4 +1,4 @@
-"""Writes models as other libraries read them, and as ours does: a whole new folder, or none."""
+"""Writes models in the formats of other libraries and of this program. The output folder appears only when it is complete."""
 
 import json
 import sys
@@ -36,9 +36,9 @@ from mamba_fsdp.storage.typed_json import read_object
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OTHER_FORMATS = (
-    "--format=pth writes this program's own form, --format=state-spaces what mamba_ssm may read"
+    "--format=pth writes this program's own format, --format=state-spaces the format of mamba_ssm"
 )
-ELEMENTS_AT_ONCE = 1 << 18  # of a mean
+ELEMENTS_PER_CHUNK = 1 << 18  # the number of elements of a mean to compute at a time
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 
@@ -53,15 +53,15 @@ def write_model(
     model_name: str = "",
     trial: bool = True,
 ) -> Path:
-    """Writes the model that `source` names (see find_weights) to the new folder `out`; returns `out`.
+    """Writes a model to the new folder `out`, and returns `out`.
 
-    format: hf, of transformers; state-spaces; pth, which is consolidated.00.pth, its config.json and tokenizer/. dtype:
-    fp32, bf16, fp16; empty keeps the stored types. A_log, D and the biases of dt stay fp32. tokenizer: a folder with
-    the tokenizer to write instead of the model's. model_name: see read_weights. trial: whether transformers has to use
-    what was written for it before `out` appears.
+    source: the path of the model, see find_weights. format: "hf" for transformers; "state-spaces"; "pth" for
+    consolidated.00.pth with config.json and tokenizer/. dtype: "fp32", "bf16" or "fp16"; "" keeps the stored dtypes. A_log, D
+    and the biases of dt are always fp32. tokenizer: a folder with the tokenizer to write in place of the model's. model_name:
+    see read_weights. trial: whether to test the export with transformers before `out` appears.
 
-    Raises UserError, and writes nothing, if there is nothing to read, the format can't hold this model, `out` exists,
-    or the disk refuses.
+    Raises UserError, and writes nothing, if the model can't be read, the format can't represent it, `out` exists, or the disk
+    can't be written.
     """
     out = Path(out)
     with new_folder(out) as unfinished:
@@ -77,8 +77,10 @@ def write_model(
 
 
 def publish(source: str | Path, folder: Path) -> None:
-    """Writes the model that `source` names as pth, into the new folder `folder`. Its parent must exist: whoever takes a
-    run over moves it away. Raises UserError and OSError."""
+    """Writes a model in the format pth into the new folder `folder`.
+
+    source: the path of the model. The parent of `folder` must exist. It is not created, because a process that takes over the
+    run moves it away, and this write must then fail. Raises UserError and OSError."""
     weights = read_weights(source)
     make_folder(folder)
     _write_all(folder, weights, "pth", "")
@@ -96,8 +98,10 @@ def _write_all(folder: Path, weights: Weights, format: str, dtype: str) -> None:
 
 
 def write_mean(checkpoints: Sequence[Path], shares: Sequence[float], out: Path) -> None:
-    """Writes the mean model of checkpoints into the new folder `out`, in fp32, one tensor in memory at a time. shares: of each
-    checkpoint; their sum is 1. Raises UserError as write_model does, and if the models are different."""
+    """Writes the weighted mean of checkpoints into the new folder `out`, in fp32, with one tensor in memory at a time.
+
+    shares: the weight of each checkpoint; their sum is 1. Raises UserError if a checkpoint can't be read, the models are
+    different, `out` exists, or the disk can't be written."""
     with new_folder(out) as unfinished:
         models = [read_weights(path) for path in checkpoints]
         newest = models[-1]
@@ -108,14 +112,14 @@ def write_mean(checkpoints: Sequence[Path], shares: Sequence[float], out: Path) 
             different = [name for name, value in wanted.items() if described[name] != value]
             if different:
                 raise UserError(
-                    f"{model.source} and {newest.source} are different models, whose mean is none: they differ in "
+                    f"{model.source} and {newest.source} are different models and can't be averaged: they differ in "
                     f"{', '.join(different)}"
                 )
 
         def mean_of(name: str) -> Tensor:
             mean = torch.zeros(newest.shapes[name])
             start = 0
-            for piece in mean.view(-1).split(ELEMENTS_AT_ONCE):
+            for piece in mean.view(-1).split(ELEMENTS_PER_CHUNK):
                 total = piece.double()
                 for model, share in zip(models, shares):
                     total.add_(model.slice(name, start, start + len(piece)), alpha=share)
@@ -132,7 +136,7 @@ def write_mean(checkpoints: Sequence[Path], shares: Sequence[float], out: Path) 
             _copy_tokenizer(newest.tokenizer_path, unfinished / TOKENIZER)
 
 
-# Each writes the tensors and returns the fields of config.json.
+# Each of the following functions writes the tensors of one format, and returns the fields of its config.json.
 
 
 def _write_hf(folder: Path, weights: Weights, dtype: str) -> Table:
@@ -145,7 +149,7 @@ def _write_hf(folder: Path, weights: Weights, dtype: str) -> Table:
     tokenizer = None
     if weights.tokenizer_path:
         tokenizer = load_for_transformers(weights.tokenizer_path)
-    # Without a tokenizer the ids are null: transformers' defaults mean other tokens in every model.
+    # Without a tokenizer the ids are null, because the defaults of transformers would be arbitrary tokens.
     ids = {kind: getattr(tokenizer, kind, None) for kind in TOKEN_IDS}
     fields |= ids
     if ids["eos_token_id"] is not None:
@@ -164,7 +168,7 @@ def _write_hf(folder: Path, weights: Weights, dtype: str) -> Table:
         for our_name, stored in stored_tensors.items():
             if our_name in weights.shapes:
                 whole = _read_as(dtype, weights, our_name, stored[0].shift)
-            else:  # of silent attention
+            else:  # a tensor of silent attention, see silent_attention.py
                 whole = torch.zeros(written[our_name].shape, dtype=embedding.dtype)
             if our_name.endswith(tuple(architecture.swapped)):
                 whole = whole.roll(len(whole) // 2, 0)
@@ -198,7 +202,7 @@ WRITERS = {"hf": _write_hf, "state-spaces": _write_state_spaces, "pth": _write_o
 
 
 def _write_state_dict(path: Path, weights: Weights, dtype: str) -> None:
-    """Writes a plain dict of tensors, a tied output layer under both names."""
+    """Writes a plain dict of tensors. A tied output layer is stored under both of its names."""
     tied = {}
     if weights.config.tie_embeddings:
         tied[LM_HEAD] = EMBEDDING
@@ -211,7 +215,7 @@ def _write_state_dict(path: Path, weights: Weights, dtype: str) -> None:
 
 
 def _read_as(dtype: str, weights: Weights, name: str, shift: float = 0.0) -> Tensor:
-    """Returns a parameter less `shift`, in the type to write."""
+    """Returns a parameter minus `shift`, in the dtype to write."""
     tensor = weights.get(name)
     if shift:
         tensor = tensor - shift
@@ -221,7 +225,8 @@ def _read_as(dtype: str, weights: Weights, name: str, shift: float = 0.0) -> Ten
 
 
 def _pad_with_eos(file: Path) -> None:
-    """Makes the eos the pad token of an export, if it has none: transformers pads prompts of different lengths with it."""
+    """Sets the pad token of an export to eos if there is none, because transformers needs one to pad prompts of different
+    lengths."""
     if is_file(file):
         fields = read_object(file, dict[str, Any], "copy the tokenizer again")
         if fields.get("eos_token") and not fields.get("pad_token"):

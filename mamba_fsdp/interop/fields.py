@@ -1,5 +1,5 @@
-"""Reads a config.json of another library field by field: no field is overlooked, and a field that our model can't
-represent is refused by name. translations.yaml has the tables, and describes them.
+"""Reads a config.json of another library field by field. Every field is either translated or an error, so that no field is
+ignored by accident. The tables are in translations.yaml, which also describes them.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ AUTO = (
     "mamba_d_head",
 )  # fields in which "auto" stands for the default
 # dt is computed in float32: no value of it is above this, the largest one, with the digits that people write of it.
-LARGEST_DT = 3.4e38
-SAYS_NO: tuple[Any, ...] = (
+MAX_DT = 3.4e38
+FALSY_VALUES: tuple[Any, ...] = (
     None,
     False,
     0,
@@ -41,7 +41,8 @@ SAYS_NO: tuple[Any, ...] = (
 
 
 class Fields:
-    """The fields of one config.json, or of an object inside it. Readers pop fields; `finish` refuses the rest."""
+    """The fields of a config.json, or of an object inside it. Readers remove the fields that they know; `finish` raises
+    UserError if a field is left."""
 
     def __init__(self, path: Path, content: Any, prefix: str = ""):
         if not isinstance(content, dict):
@@ -61,9 +62,11 @@ class Fields:
         kind: Any = int,
         limits: Mapping[str, float] = {},
     ) -> Any:
-        """Removes a field and returns its value, of type `kind`, or the default if it is absent or null.
+        """Removes a field and returns its value.
 
-        limits: of a number, by their names in LIMITS. Whole numbers have to be at least 1, or 0 if that is the default.
+        default: returned if the field is absent or null. kind: the required type. limits: bounds of a number, see
+        `mamba_fsdp.fields.setting`; whole numbers must be at least 1, or at least 0 if the default is 0. Raises UserError for a
+        missing field without default, and for a value of another type or out of bounds.
         """
         value: Any = self.content.pop(name, None)
         if value is None or (value == "auto" and name in AUTO):
@@ -84,15 +87,19 @@ class Fields:
         return value
 
     def pop_indices(self, name: str, count: int) -> list[int]:
-        """Removes a list that names some of `count` layers, counted from 0, and returns it."""
+        """Removes a list of layer indices and returns it.
+
+        count: the number of layers. Raises UserError for an index that is not in [0, count)."""
         indices = self.pop(name, [], kind=list)
         outside = [index for index in indices if type(index) is not int or not 0 <= index < count]
         if outside:
-            self.refuse(name, f"names layers {outside} of a model of {count}")
+            self.refuse(name, f"lists layers {outside}, but the model has {count} layers")
         return indices
 
     def pop_settings(self, table: Table) -> Table:
-        """Removes the fields of the table and returns {our setting: value}."""
+        """Removes the fields in the table and returns {setting of this program: value}.
+
+        table: {field: [setting, default]}; without the default, the field is required."""
         values = {}
         for name, (setting, *default) in table.items():
             usual = default[0] if default else REQUIRED
@@ -105,8 +112,10 @@ class Fields:
         return values
 
     def expect(self, table: Table) -> None:
-        """Removes the fields of the table and refuses values that our model can't have; an absent field has its
-        library's default."""
+        """Removes the fields in the table, and raises UserError if one has another value than the one that this program
+        supports.
+
+        table: {field: [supported value, default of the library, meaning of other values]}."""
         for name, (wanted, default, *reason) in table.items():
             value = self.content.pop(name, None)
             meant = default if value is None else value
@@ -115,17 +124,17 @@ class Fields:
                 self.refuse(name, f"is {value!r}, {meaning}; only {wanted!r} can be converted")
 
     def expect_no_limit(self, name: str) -> None:
-        """Removes a field that limits dt, and refuses any limit."""
+        """Removes a field with limits of dt. Raises UserError unless the limits have no effect."""
         value = self.content.pop(name, None)
         if value is not None and not _is_no_limit(value):
-            self.refuse(name, f"is {value}; only [0, inf], no limit, can be converted")
+            self.refuse(name, f"is {value}; only [0, inf], which means no limit, can be converted")
 
     def inner(self, name: str) -> "Fields":
-        """Removes an object inside and returns its Fields, empty if it is absent."""
+        """Removes a field that contains an object. Returns the Fields of the object; they are empty if it is absent."""
         return Fields(self.path, self.content.pop(name, None) or {}, f"{self.prefix}{name}.")
 
     def ignore(self, *names: str) -> None:
-        """Removes fields that say nothing about what the model computes."""
+        """Removes fields that do not affect the results of the model."""
         for name in names:
             self.content.pop(name, None)
 
@@ -133,9 +142,9 @@ class Fields:
         raise UserError(f"{self.path}: {self.prefix}{name} {problem}")
 
     def finish(self) -> None:
-        """Refuses the fields that are left."""
+        """Raises UserError for a field that has not been removed, unless its value means that it has no effect."""
         for name, value in self.content.items():
-            if value not in SAYS_NO:
+            if value not in FALSY_VALUES:
                 self.refuse(
                     name,
                     f"is {value!r}, a field that this program does not know; if the model's results "
@@ -144,20 +153,22 @@ class Fields:
 
 
 def _is_no_limit(value: Any) -> bool:
-    """Returns whether these are limits of dt that no dt reaches. JSON has no infinity, so that libraries write it in
-    several ways."""
+    """Returns whether every dt is within these limits. JSON can't represent infinity, so that libraries write it in several
+    ways."""
     try:
         low, high = value
-        if isinstance(high, dict):  # as transformers 5 writes it
+        if isinstance(high, dict):  # the format of transformers 5
             high = high["__float__"]
-        return float(low) <= 0 and float(high) >= LARGEST_DT
+        return float(low) <= 0 and float(high) >= MAX_DT
     except (TypeError, ValueError, KeyError, OverflowError):
         return False
 
 
 def write_fields(config: ModelConfig, settings: Table, fixed: Table) -> Table:
-    """Returns {their field: value} for each field of the tables. A setting of 0 that stands for a computed default
-    becomes that default."""
+    """Returns {field of the other library: value} for each field in the tables.
+
+    settings: {field: [setting, ...]}. If 0 stands for a computed default of the setting, the field has the computed value.
+    fixed: {field: [value, ...]}."""
     fields = {}
     for name, (setting, *_) in settings.items():
         fields[name] = getattr(config, f"resolved_{setting}", getattr(config, setting))
@@ -167,19 +178,21 @@ def write_fields(config: ModelConfig, settings: Table, fixed: Table) -> Table:
 
 
 def model_config(path: Path, **values: Any) -> ModelConfig:
-    """Returns the checked ModelConfig of these values, or the preset's own if it is the same model. Raises
-    UserError."""
+    """Returns the ModelConfig with these values, or the one of a preset if that describes the same model.
+
+    path: the file with the values, for messages. Raises UserError if they do not describe a valid model."""
     config = parse_model_config(path, values)
     for name, preset in PRESETS.items():
         candidate = ModelConfig(**preset, model_name=name, chunk_size=config.chunk_size)
-        is_as_wide = candidate.d_model == config.d_model  # this rules most of them out at once
+        is_as_wide = candidate.d_model == config.d_model  # a quick test that excludes most presets
         if is_as_wide and candidate.structure() == config.structure():
             return candidate
     return config
 
 
 def pattern(layers: list[Layer]) -> str:
-    """Returns the text of ModelConfig.layers for a list of layers: its shortest period, equal neighbours with a count."""
+    """Formats a list of layers for ModelConfig.layers: the shortest period of the list, in which equal neighbours are written
+    once with a count."""
     names = [layer.name for layer in layers]
     length = 1
     while names[length:] != names[:-length]:

@@ -1,8 +1,8 @@
-"""Reads checkpoints of fms-fsdp, Composer and others: the model among all that a file holds, and fms' Llama under our
-names.
+"""Reads checkpoints of fms-fsdp, Composer and other trainers: finds the model in a file, and translates the tensor names of
+the Llama in fms.
 
-fms-fsdp keeps the model under `model_state`, Composer under `state.model` and the name of a field of its own; compiled
-and wrapped modules leave words of their own in the names. Everything else in the file is ignored.
+fms-fsdp stores the model under `model_state`, and Composer under `state.model` and the name of an attribute. The names of
+compiled and wrapped modules contain additional parts, such as `_orig_mod`. Everything else in the file is ignored.
 """
 
 import re
@@ -21,15 +21,18 @@ from mamba_fsdp.model.spec import EMBEDDING
 WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 FMS_TOP: dict[str, str] = TABLES["fms"]["top"]
 FMS_LAYER: dict[str, str] = TABLES["fms"]["layer"]
-FMS_ORDER = list(FMS_LAYER)  # from top to bottom in a tensor of ours
+FMS_ORDER = list(
+    FMS_LAYER
+)  # the order in which their rows are concatenated to a tensor of this program
 FMS_EMBEDDINGS = {name for name, our_name in FMS_TOP.items() if our_name == EMBEDDING}
 EMBEDDINGS = {EMBEDDING, *FMS_EMBEDDINGS, *(kind.top[EMBEDDING] for kind in ARCHITECTURES)}
 
 
 def stored_names(path: Path, names: Iterable[str]) -> dict[str, str]:
-    """Returns {the name that the model gave a tensor: its name in the file} of the model among all that `path` holds.
+    """Finds the model among all tensors of a file. The model is the part that contains an embedding.
 
-    The model is the part with an embedding. Raises UserError if there are two models.
+    path: the file, for messages. names: the names of all tensors. Returns {name of a tensor in the model: its name in the
+    file}. Raises UserError if there are several models.
     """
     stored_by_name = {WRAPPERS.sub("", name): name for name in names}
     prefixes = set()
@@ -39,8 +42,8 @@ def stored_names(path: Path, names: Iterable[str]) -> dict[str, str]:
                 prefixes.add(name.removesuffix(embedding))
     if len(prefixes) > 1:
         raise UserError(
-            f"{path} holds {len(prefixes)} models, under {' and '.join(sorted(prefixes))}; save one of "
-            "them alone"
+            f"{path} contains {len(prefixes)} models, under {' and '.join(sorted(prefixes))}; save only one of "
+            "them"
         )
     prefix = prefixes.pop() if prefixes else ""
     return {
@@ -51,11 +54,13 @@ def stored_names(path: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 class FmsTensors(TensorSource):
-    """fms' Llama under our names."""
+    """The tensors of a Llama from fms, with the names and the layout of this program."""
 
     def __init__(self, stored: TensorSource, config: ModelConfig | None):
-        """Turns stored names and shapes into ours. config: the model's, which has the order of heads; None if only
-        names and shapes are wanted."""
+        """Translates names and shapes.
+
+        stored: the tensors in the file. config: the model, which determines the order of rows within heads; None if only the
+        names and shapes are needed."""
         self.source = stored.source
         self.stored = stored
         self.config = config
@@ -63,7 +68,7 @@ class FmsTensors(TensorSource):
         for name in stored.shapes:
             place, our_name = _our_place(name)
             places.setdefault(our_name, []).append((place, name))
-        self.names = {}  # {our name: the stored names that make it up, from top to bottom}
+        self.names = {}  # {our name: the stored tensors whose rows are concatenated, in this order}
         self.shapes = {}
         for our_name, placed in places.items():
             names = [name for _, name in sorted(placed)]
@@ -83,8 +88,8 @@ class FmsTensors(TensorSource):
 
 
 def _with_halves_rotated(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """Returns rows [query | key | value] in our order. By position, fms rotates neighbouring rows of a head, and we
-    rotate the first half with the second."""
+    """Reorders the rows [query | key | value] for rotary positions. fms rotates neighbouring rows of a head together; this
+    program rotates row i of the first half together with row i of the second half."""
     size = config.resolved_head_dim
     value_rows = size * config.n_kv_head
     query_and_key = rows[:-value_rows]
@@ -93,7 +98,8 @@ def _with_halves_rotated(rows: torch.Tensor, config: ModelConfig) -> torch.Tenso
 
 
 def _our_place(name: str) -> tuple[int, str]:
-    """Returns (the place of its rows in one of our tensors, the name of that tensor)."""
+    """Translates the name of a stored tensor. Returns (position of its rows within the tensor of this program, name of that
+    tensor)."""
     match = re.fullmatch(r"(?:base_model\.)?(layers\.\d+)\.(.+)\.weight", name)
     if match and match[2] in FMS_LAYER:
         return FMS_ORDER.index(match[2]), f"backbone.{match[1]}.{FMS_LAYER[match[2]]}.weight"

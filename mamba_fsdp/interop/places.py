@@ -1,5 +1,5 @@
-"""Finds what a run starts from, and whether a path can name a model, from which files exist. Without torch, so that a
-mistake is reported at once."""
+"""Finds the starting point of a run, and checks whether a path is a model, by looking at which files exist. This module does
+not import torch, so that errors are reported immediately."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,21 +21,21 @@ DCP_CONVERSION = "{1} -m torch.distributed.checkpoint.format_utils dcp_to_torch 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run starts from."""
+    """The checkpoint or weights that a run starts from."""
 
-    setting: str = ""  # that names it; empty for random weights
+    setting: str = ""  # the setting that contains the path; "" for random weights
     path: str = ""
-    is_checkpoint: bool = False  # with the optimiser's state; if False, only weights
+    is_checkpoint: bool = False  # True: weights and optimizer state; False: only weights
 
     @property
     def is_own(self) -> bool:
-        """Returns whether the run resumes from a checkpoint of its own."""
+        """Returns whether the run resumes from its own checkpoint."""
         return self.setting == "save_ckpt_path"
 
 
 def find_origin(config: CheckpointConfig) -> Origin:
-    """Returns what a run starts from: its own checkpoints, else what load_ckpt_path or init_from names, else random
-    weights. Raises UserError if what they name is not there."""
+    """Finds the starting point of a run: its own checkpoint, otherwise init_from or load_ckpt_path, otherwise random weights.
+    Raises UserError if the path in one of these settings is not a model or a checkpoint."""
     if list_committed(Path(config.save_ckpt_path, CHECKPOINTS)):
         return Origin("save_ckpt_path", config.save_ckpt_path, is_checkpoint=True)
     if config.init_from:
@@ -55,7 +55,7 @@ def find_origin(config: CheckpointConfig) -> Origin:
 
 
 def check_place(source: str | Path) -> None:
-    """Raises UserError if `source` does not name a model."""
+    """Raises UserError if the path `source` is not a model."""
     path = Path(source)
     place = classify_path(path)
     if place.kind in ("model", "model_file", "checkpoint") or place.kind == "run" and place.names:
@@ -66,14 +66,14 @@ def check_place(source: str | Path) -> None:
 
 
 def _weights_of(path: Path) -> str:
-    """Returns what takes the weights at a path that holds no checkpoint; "" if there are none."""
+    """Returns a hint about the setting that loads weights from a path without a checkpoint, or "" if there are no weights."""
     kind = classify_path(path).kind
     return f"init_from={path} takes its weights" if kind in ("model", "model_file", "dcp") else ""
 
 
 def refuse_dcp(folder: Path) -> None:
-    """Raises UserError for a folder of torch.distributed.checkpoint, or of such folders: their index is a pickle of
-    classes, and reading it could run any code."""
+    """Raises UserError if `folder` is a checkpoint of torch.distributed.checkpoint or contains one. These are not read,
+    because their index is a pickle that can execute arbitrary code."""
     indexes = [*folder.glob(DCP_INDEX), *folder.glob(f"*/{DCP_INDEX}")]
     if indexes:
         newest = max(indexes, key=lambda file: stat_of(file).st_mtime).parent

@@ -1,4 +1,4 @@
-"""Reads what torch.save writes, without executing anything, and writes it with one tensor in memory at a time."""
+"""Reads files of torch.save without executing code from them, and writes such files with one tensor in memory at a time."""
 
 import pickle
 import tarfile
@@ -27,23 +27,24 @@ from mamba_fsdp.storage.retry import (
 )
 from mamba_fsdp.this_process import progress
 
-# The command for a user who trusts a file that may hold code. It runs that code.
+# A command for users who trust a file that can contain code. The command executes this code.
 CONVERSION = (
     """{python} -c "import torch; keep = lambda v: keep(v.state_dict()) if hasattr(v, 'state_dict') else """
     "{{k: keep(w) for k, w in v.items()}} if isinstance(v, dict) else v if torch.is_tensor(v) else None; "
     """torch.save(keep(torch.load('{path}', 'cpu', weights_only=False)), '{path}.weights.pth')\""""
 )
-MOST_EXPANSION = 10  # of a compressed archive
-HARMLESS = 1 << 28  # bytes, allowed however small the archive is
-# What torch.load raises for a damaged pickle, or for one that holds more than tensors and plain values.
-BAD_PICKLE = (pickle.UnpicklingError, AssertionError, *CORRUPTION_ERRORS)
+MAX_COMPRESSION = 10  # the maximal ratio of content to file size of a compressed archive
+SAFE_SIZE = 1 << 28  # archives with at most this many bytes of content are always accepted
+# Exceptions of torch.load for a damaged pickle, or for one that contains more than tensors and plain values.
+PICKLE_ERRORS = (pickle.UnpicklingError, AssertionError, *CORRUPTION_ERRORS)
 
 
 class PthTensors(TensorSource):
-    """The model's tensors in a file; tensors in nested dicts are named `outer.inner`."""
+    """The tensors of the model in a file of torch.save. Tensors in nested dicts get names such as `outer.inner`."""
 
     def __init__(self, path: Path):
-        """Opens the file without executing anything. Raises UserError."""
+        """Opens the file without executing code from it. Raises UserError if it is damaged or contains other objects than
+        tensors and plain values, and StorageError after a minute of retries."""
         self.source = path
         try:
             content = retry_io(partial(_load, path), path)
@@ -53,13 +54,13 @@ class PthTensors(TensorSource):
             raise storage_error(error, f"can't read {path}: {error.strerror}") from None
         except (RuntimeError, EOFError, zipfile.BadZipFile):  # their messages mean nothing to users
             raise UserError(
-                f"{path} ({size_of(path):,} bytes) is cut short or damaged; copy or download it "
+                f"{path} ({size_of(path):,} bytes) is incomplete or damaged; copy or download it "
                 "again"
             ) from None
-        except BAD_PICKLE:
+        except PICKLE_ERRORS:
             raise UserError(
-                f"{path} is damaged or holds more than tensors and plain values, which only its own program "
-                "reads. If you trust it, save its tensors alone: "
+                f"{path} is damaged or contains more than tensors and plain values, so that only its own program "
+                "can read it. If you trust it, save only its tensors: "
                 f"{CONVERSION.format(path=path, python=python())}"
             ) from None
         if not stored:
@@ -73,10 +74,10 @@ class PthTensors(TensorSource):
 
 
 def _load(path: Path) -> Any:
-    """Returns the content of a file. Raises OSError, UserError, and what torch raises for a damaged file."""
-    is_zip = _check_holds_no_program(path)
-    # Mapped, so that only what is read is loaded. Files from before torch 1.6 can't be mapped. In a compressed file, the
-    # compressed bytes would be taken for numbers.
+    """Loads a file. Raises OSError, UserError, and the exceptions of torch for a damaged file."""
+    is_zip = _check_contains_no_code(path)
+    # The file is mapped into memory, so that only tensors that are used are read. Files from before torch 1.6 can't be
+    # mapped. In a mapped compressed file, torch would interpret the compressed bytes as numbers.
     mapped = is_zip and _is_uncompressed(path)
     try:
         return torch.load(str(path), map_location="cpu", weights_only=True, mmap=mapped)
@@ -85,32 +86,33 @@ def _load(path: Path) -> Any:
 
 
 def _is_uncompressed(path: Path) -> bool:
-    """Returns whether no entry of a zip archive is compressed. Raises UserError if the archive says that it holds far
-    more than weights can be compressed to."""
+    """Returns whether all entries of a zip archive are stored without compression. Raises UserError if the uncompressed size
+    in the archive is far larger than weights could have."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     size = sum(entry.file_size for entry in entries)
-    if size > max(MOST_EXPANSION * size_of(path), HARMLESS):
+    if size > max(MAX_COMPRESSION * size_of(path), SAFE_SIZE):
         raise UserError(
-            f"{path} ({size_of(path):,} bytes) says that it holds {size:,}, more than weights can be compressed "
-            "to; save it again with torch.save"
+            f"{path} has {size_of(path):,} bytes, but {size:,} after decompression; weights can't be compressed that "
+            "much; save it again with torch.save"
         )
     return all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
 
 
 def _check_elements(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises UserError for a tensor that repeats stored numbers: a few bytes could ask for any amount of memory."""
+    """Raises UserError for a tensor with more elements than are stored. Such a tensor repeats stored numbers, so that a small
+    file could require any amount of memory."""
     for name, tensor in tensors.items():
         needed = tensor.numel() * tensor.element_size()
         if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() < needed:
             raise UserError(
-                f"{path}: {name} should have {tensor.numel():,} elements, but the file holds fewer; save it again "
+                f"{path}: {name} should have {tensor.numel():,} elements, but the file contains fewer; save it again "
                 "after contiguous()"
             )
 
 
 def _tensors_in(content: Any, prefix: str, visited: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor); each dict is visited once, however many others hold it."""
+    """Yields (name, tensor) for all tensors in nested dicts. A dict that occurs several times is only visited once."""
     if not isinstance(content, dict) or id(content) in visited:
         return
     visited.add(id(content))
@@ -121,30 +123,30 @@ def _tensors_in(content: Any, prefix: str, visited: set[int]) -> Iterator[tuple[
             yield from _tensors_in(value, f"{prefix}{name}.", visited)
 
 
-def _check_holds_no_program(path: Path) -> bool:
-    """Returns whether a .pth file is a zip archive. Raises UserError if it is not a .pth file, and for TorchScript and
-    tar archives: torch before 2.6 opens those in ways that weights_only does not restrain (CVE-2025-32434)."""
+def _check_contains_no_code(path: Path) -> bool:
+    """Returns whether a .pth file is a zip archive. Raises UserError if it is not a .pth file, and for TorchScript and tar
+    archives, because weights_only does not prevent torch before 2.6 from executing their code (CVE-2025-32434)."""
     with open_to_read(path) as file:
         begin = file.read(4)
     is_zip = begin == b"PK\x03\x04"
-    # torch.load uses this reader too, so both see the same archive.
+    # torch.load uses the same reader, so that the same archive is checked and loaded.
     is_script = (
         is_zip and "constants.pkl" in torch._C.PyTorchFileReader(str(path)).get_all_records()
     )
     if is_script or tarfile.is_tarfile(path):
         raise UserError(
-            f"{path} is a TorchScript or tar archive, which may hold code; save its state dict with torch.save"
+            f"{path} is a TorchScript or tar archive, which can contain code; save its state dict with torch.save"
         )
-    # Each pickle that torch.save writes begins with the byte 0x80.
+    # Each pickle of torch.save begins with the byte 0x80.
     if begin and not is_zip and begin[0] != 0x80:
         raise UserError(
-            f"{path} holds no weights: it is neither a safetensors file nor a file of torch.save"
+            f"{path} does not contain weights: it is neither a safetensors file nor a file of torch.save"
         )
     return is_zip
 
 
-class _BeatingFile:
-    """A file that counts each write as progress, as far as torch.save needs a file."""
+class _ProgressFile:
+    """A wrapper of a file for torch.save that reports each write as progress to the watchdog."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -161,11 +163,13 @@ def write_pth(
     tensors: Callable[[], Iterable[Tensor]],
     tied: Mapping[str, str],
 ) -> None:
-    """Writes CPU tensors under these names, and each tensor of `tied`, {second name: name}, under two. tensors: see
-    write_safetensors. Raises as write_durably does.
+    """Writes CPU tensors into a file of torch.save.
 
-    torch.save takes all tensors at once. They come from a temporary safetensors file that is mapped, so that memory holds
-    one of them, and pages of that file that the kernel can drop.
+    names, tensors: see write_safetensors. tied: {second name: name} for tensors that are stored under two names. Raises
+    StorageError after a minute of retries, and other OSErrors immediately.
+
+    torch.save needs all tensors at the same time. They are first written to a temporary safetensors file. It is mapped into
+    memory, so that the kernel can drop pages that are not in use.
     """
     mapped = path.with_suffix(".tensors")
     write_safetensors(mapped, names, tensors)
@@ -176,8 +180,8 @@ def write_pth(
 
     def write(file: BinaryIO) -> None:
         try:
-            torch.save(content, _BeatingFile(file))
-        except RuntimeError as error:  # torch hides the disk's error
+            torch.save(content, _ProgressFile(file))
+        except RuntimeError as error:  # torch replaces errors of the disk
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise

@@ -1,5 +1,5 @@
-"""Reads and writes tensors in safetensors files as transformers arranges them: in one, model.safetensors, or (only
-read) in several with an index.
+"""Reads and writes safetensors files with the names that transformers uses: model.safetensors, or several files with an index.
+The latter are only read.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,30 +33,30 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass
 class Index:
-    """The fields that are read of INDEX."""
+    """The fields of the file INDEX that are used."""
 
     HAS_OTHER_FIELDS = True
     weight_map: dict[str, FileName]  # {parameter name: its file}
 
 
 class SafetensorsTensors(TensorSource):
-    """The model's tensors in a file, or in the files that an index names."""
+    """The tensors of the model in a safetensors file, or in all files of an index."""
 
     def __init__(self, path: Path):
-        """Opens the file. Raises UserError if it, or one that the index names, is missing or damaged."""
+        """Opens a file, or the files of an index. Raises UserError if a file is missing or damaged."""
         self.source = path
         files_by_name: dict[str, FileName] = {}
         if path.name == INDEX:
             index = read_object(path, Index, "copy or download it again")
             files_by_name = index.weight_map
-        opened: dict[str, Any] = {}  # {stored name: the tensor's file}
+        opened: dict[str, Any] = {}  # {stored name: the opened file that contains the tensor}
         for file_name in dict.fromkeys(files_by_name.values()) or [path.name]:
             file = _open(path.parent / file_name)
             opened |= dict.fromkeys(file.keys(), file)
         for name, file_name in files_by_name.items():
             if name not in opened:
                 raise UserError(
-                    f"{path.parent / file_name} lacks {name}, which {INDEX} says is in it"
+                    f"{path.parent / file_name} lacks {name}, although it is listed in {INDEX}"
                 )
         self.opened = opened
         self.stored_names = stored_names(path, opened)
@@ -73,19 +73,21 @@ def _open(path: Path) -> Any:
     try:
         return retry_io(partial(map_tensors, path), path)
     except FileNotFoundError:
-        raise UserError(f"{path} is missing, but {INDEX} names it; copy or download it") from None
+        raise UserError(f"{path} is missing, but listed in {INDEX}; copy or download it") from None
     except OSError as error:
         raise storage_error(error, f"can't read {path}: {error.strerror or error}") from None
     except SafetensorError as error:
         raise UserError(
-            f"{path} ({size_of(path):,} bytes) is cut short or damaged ({error}); copy or "
+            f"{path} ({size_of(path):,} bytes) is incomplete or damaged ({error}); copy or "
             "download it again"
         ) from None
 
 
 def map_tensors(path: Path) -> Any:
-    """Returns the safetensors file, opened, with its tensors mapped into memory. Raises OSError and SafetensorError."""
-    open_to_read(path).close()  # safe_open says "no such file" whatever is wrong
+    """Opens a safetensors file, with its tensors mapped into memory. Raises OSError and SafetensorError."""
+    open_to_read(
+        path
+    ).close()  # raises the actual error; safe_open reports "no such file" for all errors
     try:
         return safe_open(path, framework="pt")
     except RuntimeError as error:
@@ -95,11 +97,13 @@ def map_tensors(path: Path) -> Any:
 def write_safetensors(
     path: Path, names: Sequence[str], tensors: Callable[[], Iterable[Tensor]]
 ) -> None:
-    """Writes CPU tensors under these names into one file, one tensor in memory at a time. tensors: returns them, again
-    if the file has to be written again. Raises as write_durably does.
+    """Writes CPU tensors into one file, with one tensor in memory at a time.
 
-    The format is 8 bytes of header length, a JSON header, then the data. A tensor's entry in the header is not known
-    until the tensor is read, so room is left for the header, and spaces fill what it does not need.
+    names: the names of the tensors. tensors: returns the tensors in the same order; it is called again if writing is retried.
+    Raises StorageError after a minute of retries, and other OSErrors immediately.
+
+    The file consists of 8 bytes with the length of the header, a JSON header, and the data. The entry of a tensor in the header
+    is only known after the tensor has been read. Therefore space is reserved for the header, and padded with spaces.
     """
     room = 256 + sum(len(name) + 256 for name in names)
     room -= room % 8  # the data begins at a multiple of 8

@@ -1,7 +1,8 @@
-"""Reads and writes the config of the state-spaces release (github.com/state-spaces/mamba), which goes with
+"""Reads and writes the config.json of models in the format of github.com/state-spaces/mamba. Their weights are in
 pytorch_model.bin.
 
-Tensor names are ours. A field that its config.json lacks has the default of its classes.
+The names of the tensors are the same as in this program. A field that is missing in config.json has the default of the classes
+in mamba_ssm.
 """
 
 from pathlib import Path
@@ -10,19 +11,19 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.interop.fields import TABLES, Fields, Table, model_config, pattern, write_fields
 from mamba_fsdp.model.config import Layer, ModelConfig
 
-NORM_EPS = 1e-5  # as its classes fix it
-MLP_MULTIPLE = 128  # its GatedMLP rounds the width up to a multiple of this
+NORM_EPS = 1e-5  # a constant in mamba_ssm
+MLP_MULTIPLE = 128  # GatedMLP in mamba_ssm rounds the width up to a multiple of this
 
 TABLE: Table = TABLES["state_spaces"]
 
 
 def read_config(fields: Fields) -> ModelConfig:
-    """Returns the model that a config.json describes. Raises UserError that names what can't be represented."""
+    """Reads the model that a config.json describes. Raises UserError for a field that this program can't represent."""
     values = fields.pop_settings(TABLE["model"])
     values["norm_eps"] = NORM_EPS
     values["d_intermediate"] = -(-values["d_intermediate"] // MLP_MULTIPLE) * MLP_MULTIPLE
     fields.expect(TABLE["model_fixed"])
-    fields.ignore("residual_in_fp32", "fused_add_norm")  # how it computes, not what
+    fields.ignore("residual_in_fp32", "fused_add_norm")  # they do not change the model
     attention_layers = fields.pop_indices("attn_layer_idx", values["n_layer"])
     ssm = fields.inner("ssm_cfg")
     attention = fields.inner("attn_cfg")
@@ -87,6 +88,6 @@ def write_config(config: ModelConfig) -> Table:
     for name, value in config.structure().items():
         if structure_as_read.get(name) != value:
             raise UserError(
-                f"a state-spaces model can't have {name}={getattr(config, name)}; its own program could not load it"
+                f"a state-spaces model can't have {name}={getattr(config, name)}; mamba_ssm could not load it"
             )
     return fields

@@ -1,15 +1,17 @@
-"""Reads a model's weights from any path that names a model, under our names and slice by slice.
+"""Reads the weights of a model, slice by slice, with the tensor names of this program. The path of a model is one of these:
 
     RUN                          a run folder: its newest checkpoint
     RUN/checkpoints/step_...     one checkpoint
-    .../consolidated.00.pth      a state dict, or what a trainer saved it in (fms_files.py), with config.json next to it
+    .../consolidated.00.pth      a state dict, or a checkpoint of a trainer that contains one (fms_files.py), with config.json
+                                 next to it
     a folder                     with config.json and: model*.safetensors or pytorch_model.bin (transformers),
-                                 pytorch_model.bin (state-spaces), consolidated.00.pth or model.safetensors (ours)
+                                 pytorch_model.bin (state-spaces), consolidated.00.pth or model.safetensors (this program)
 
-If there is no config.json, the caller has to name the model.
+If there is no config.json, the caller has to describe the model.
 
-Finding weights reads which model they are of, but not the weights; it comes before the ranks meet. Opening them, which
-all ranks do together, verifies a checkpoint and checks names and shapes of all tensors. Nothing is executed.
+Weights are found first and opened later. Finding them only reads the description of the model, on one rank, before the process
+group exists. All ranks then open them together: this verifies a checkpoint, and checks the names and shapes of all tensors. No
+code from the files is executed.
 """
 
 import math
@@ -54,10 +56,12 @@ from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFIG
 from mamba_fsdp.storage.retry import is_file, is_folder
 
 PICKLED = "pytorch_model.bin"
-OF_TRAINERS = (".pth", ".pt")  # files with our names or fms', whatever config.json is next to them
-DCP_PART = ".distcp"  # of torch.distributed.checkpoint
-MTP = "mtp."  # how names of layers that predict further tokens begin
-OLDER_LLAMA = "rotary_emb.inv_freq"  # its files hold this, though it follows from the config
+# Files with the tensor names of this program or of fms, even if config.json is from transformers.
+TRAINER_SUFFIXES = (".pth", ".pt")
+DCP_SUFFIX = ".distcp"  # files of torch.distributed.checkpoint
+MTP_PREFIX = "mtp."  # names of layers for multi-token prediction begin with this
+# Older files of Llama contain this tensor, although it follows from the config.
+ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
 
 
 @dataclass
@@ -65,14 +69,16 @@ class Description:
     """The model that a config.json describes."""
 
     config: ModelConfig
-    architecture: Architecture | None = None  # of transformers; None for tensors with our names
-    seq_length: int | None = None  # of the training; None if unknown
+    # The architecture in transformers; None if the tensors have the names of this program.
+    architecture: Architecture | None = None
+    seq_length: int | None = None  # the sequence length of the training; None if unknown
 
 
 class Weights(TensorSource):
-    """The weights of one model, wherever they are stored. They have to be opened before they are read.
+    """The weights of one model in any of the formats. They have to be opened before they are read.
 
-    shapes: of all parameters by name, without a tied lm_head.weight. tokenizer: its identity if a checkpoint has it.
+    shapes: {name: shape} of all parameters, without a tied lm_head.weight. tokenizer: the identity of the tokenizer, if a
+    checkpoint contains it.
     """
 
     def __init__(
@@ -83,7 +89,9 @@ class Weights(TensorSource):
         tokenizer: str = "",
         found: CheckpointCandidate | None = None,
     ):
-        """Reads nothing yet. path: of a file, of a checkpoint or of a run folder. found: the checkpoint, if it is one."""
+        """Does not read the weights yet.
+
+        path: a file, a checkpoint or a run folder. found: the checkpoint, if `path` is a checkpoint or a run."""
         self.path = path
         self.found = found
         self.config = model.config
@@ -93,9 +101,9 @@ class Weights(TensorSource):
         self.parameters = parameters(model.config)
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self.stored = {name: [StoredTensor(name, shape)] for name, shape in self.shapes.items()}
-        self.unread: set[str] = set()  # names of tensors that add nothing
+        self.unread: set[str] = set()  # names of stored tensors that have no effect on the results
         self.aliases: dict[str, str] = {}  # see Architecture
-        self.swapped: tuple[str, ...] = ()  # endings of names, see Architecture
+        self.swapped: tuple[str, ...] = ()  # suffixes of names, see Architecture
         if model.architecture:
             self.stored = model.architecture.stored_tensors(model.config)
             self.unread = silent_tensors(model.architecture, model.config)
@@ -108,7 +116,7 @@ class Weights(TensorSource):
         """Opens the weights on all ranks together and returns them. Raises UserError on all ranks if they can't be
         read, are broken, or belong to another model.
 
-        use: what each rank then does with them; it does not communicate.
+        use: a function that each rank then calls with the weights. It must not communicate with other ranks.
         """
         whole = None
         if self.found:
@@ -131,8 +139,8 @@ class Weights(TensorSource):
         self._check(rank)
 
     def _in_file(self, stored: list[StoredTensor]) -> list[StoredTensor]:
-        """Returns the tensors that make up a parameter, named and cut as in the file: transformers saves the three
-        parts of Olmo Hybrid's convolutions in equal sizes."""
+        """Returns the tensors that make up a parameter, with their names and shapes in the file. They can differ from the
+        expected ones: transformers saves the three parts of the convolutions of Olmo Hybrid in equal sizes."""
         shapes = self.tensors.shapes
         for part, alias in self.aliases.items():
             renamed = [replace(tensor, name=tensor.name.replace(part, alias)) for tensor in stored]
@@ -151,7 +159,7 @@ class Weights(TensorSource):
         return self._slice_stored(name, start, stop)
 
     def _slice_stored(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Returns elements [start, stop) of the stored tensors that make up a parameter, one after the other."""
+        """Returns the elements [start, stop) of the concatenated stored tensors that make up a parameter."""
         stored = self.stored[name]
         *starts, size = accumulate([math.prod(tensor.shape) for tensor in stored], initial=0)
         slices = []
@@ -163,29 +171,29 @@ class Weights(TensorSource):
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
     def tokenizer_identities(self) -> Iterator[str]:
-        """Yields the identities of the tokenizer that the model was trained with, as far as they are known; see
-        data/tokenizer.py."""
+        """Yields the known identities of the tokenizer that the model was trained with, see data/tokenizer.py."""
         yield self.tokenizer
         yield from identities_in(self.tokenizer_path)
 
     def use_tokenizer(self, path: Path) -> None:
-        """Takes the tokenizer in the folder `path` instead of the model's. Raises UserError if there is none."""
+        """Replaces the tokenizer of the model by the one in the folder `path`. Raises UserError if there is none."""
         folder = tokenizer_path_in(path)
         if folder is None:
             raise unexpected_path_error(path, "a tokenizer")
         self.tokenizer_path = folder
 
     def _check(self, rank: int) -> None:
-        """Raises UserError unless the tensors are exactly the model's. Rank 0 alone compares the values of tied ones."""
+        """Raises UserError unless the tensors have exactly the names and shapes of the model's parameters. Rank 0 also compares
+        the values of tied weights."""
         shapes = {
             name: shape
             for name, shape in self.tensors.shapes.items()
-            if name not in self.unread and not name.endswith(OLDER_LLAMA)
+            if name not in self.unread and not name.endswith(ROTARY_FREQUENCIES)
         }
-        if any(name.startswith(MTP) for name in shapes):
+        if any(name.startswith(MTP_PREFIX) for name in shapes):
             raise UserError(
-                f"{self.source} holds layers that predict further tokens (MTP), which this program does not have; load "
-                "and save the model with transformers, which leaves them out"
+                f"{self.source} contains layers for multi-token prediction (MTP), which this program does not support; "
+                "load and save the model with transformers to remove them"
             )
         embedding = self.stored[EMBEDDING][0].name
         if self.config.tie_embeddings and LM_HEAD in shapes and embedding in shapes:
@@ -193,8 +201,8 @@ class Weights(TensorSource):
                 self.tensors.get(LM_HEAD), self.tensors.get(embedding)
             ):
                 raise UserError(
-                    f"{self.source}: {LM_HEAD} differs from {embedding}, but the config says that they are "
-                    "one (tied embeddings)"
+                    f"{self.source}: {LM_HEAD} differs from {embedding}, but they are tied in the config; correct the config "
+                    "(tie_word_embeddings or tie_embeddings)"
                 )
             del shapes[LM_HEAD]
         wanted = {tensor.name: tensor.shape for tensor in chain(*self.stored.values())}
@@ -202,16 +210,19 @@ class Weights(TensorSource):
 
 
 def read_weights(source: str | Path, *, model_name: str = "") -> Weights:
-    """Returns the Weights that `source` names, opened by one process. model_name: the preset of a model without
-    config.json."""
+    """Finds and opens weights in a single process.
+
+    source: the path of the model, see the top of this file. model_name: the preset of a model without config.json. Raises
+    UserError if the weights can't be read."""
     model = ModelConfig(**preset(model_name)) if model_name else None
     return find_weights(source, model).open(World.alone())
 
 
 def find_weights(source: str | Path, model: ModelConfig | None = None) -> Weights:
-    """Returns the Weights that the path `source` names, not yet open.
+    """Finds weights, without opening them.
 
-    model: of a file without config.json. Raises UserError if there is no model, or one that ours can't represent.
+    source: the path of the model, see the top of this file. model: the model in a file without config.json. Raises UserError
+    if the path is not a model, or if this program can't represent the model.
     """
     check_place(source)
     path = Path(source)
@@ -223,8 +234,8 @@ def find_weights(source: str | Path, model: ModelConfig | None = None) -> Weight
 
 
 def _find_checkpoint(path: Path) -> Weights:
-    """Returns the Weights of the newest checkpoint with a readable state.json; opening them chooses the newest whole
-    one."""
+    """Finds the newest checkpoint with a readable state.json. If it turns out to be damaged when it is opened, an older one is
+    used."""
     found = find_newest_checkpoint(path, report=lambda text: None)
     run = SavedRun.from_state(found.contents.state, found.path)
     model = Description(parse_model_config(found.path, run.model), seq_length=run.seq_length)
@@ -239,14 +250,14 @@ def _find_file(file: Path, model: ModelConfig | None) -> Weights:
     elif model:
         description = Description(model)
     else:
-        open_file(file)  # refuses a file without weights
+        open_file(file)  # raises UserError if the file does not contain weights
         raise UserError(
-            f"{file}: there is no {MODEL_CONFIG} next to it to say what model this is; name its preset, as in "
+            f"{file}: there is no {MODEL_CONFIG} next to it, which describes the model; give its preset, as in "
             f"model_name=mamba-130m; {command('inspect')} {file} lists its tensors"
         )
-    if file.suffix in OF_TRAINERS:
+    if file.suffix in TRAINER_SUFFIXES:
         description.architecture = None
-    if description.architecture:  # the file may be one of several
+    if description.architecture:  # the file can be one of several
         return _find_in_folder(folder, description)
     return _from_file(file, description)
 
@@ -269,13 +280,14 @@ def _from_file(file: Path, description: Description) -> Weights:
 
 
 def open_file(path: Path, config: ModelConfig | None = None) -> TensorSource:
-    """Returns the model's tensors in a file, with fms' names turned into ours. config: see FmsTensors. Raises
-    UserError."""
-    if path.suffix == DCP_PART:
+    """Opens a file. Returns its tensors, with the names of fms translated.
+
+    config: see FmsTensors. Raises UserError if the file can't be read or is a part of a checkpoint."""
+    if path.suffix == DCP_SUFFIX:
         refuse_dcp(path.parent)
     if is_file(path.parent / COMMIT):
         raise UserError(
-            f"{path} is one rank's part of a checkpoint; name the checkpoint instead: {path.parent}"
+            f"{path} is one rank's part of a checkpoint; give the checkpoint instead: {path.parent}"
         )
     kind: type[PthTensors | SafetensorsTensors] = PthTensors
     if path.suffix == ".safetensors" or path.name == INDEX:
@@ -287,7 +299,8 @@ def open_file(path: Path, config: ModelConfig | None = None) -> TensorSource:
 
 
 def read_description(path: Path) -> Description:
-    """Returns the model that a config.json describes: one of ours, of state-spaces or of transformers. Raises UserError."""
+    """Reads the description of a model from a config.json of this program, of state-spaces or of transformers. Raises UserError
+    if this program can't represent the model."""
     fields = Fields.read(path)
     if "model_type" in fields.content or "architectures" in fields.content:
         architecture = architecture_of(fields)

@@ -1,4 +1,4 @@
-"""Formats help pages. --help shows the most common options, --help=all shows every option, and --help=WORD searches them.
+"""Formats help pages. --help shows the most common options, --help=all shows every option, and --help=TOPIC searches them.
 The text about an option is the string below its field in the dataclass that defines it."""
 
 import ast
@@ -24,8 +24,8 @@ INDENT = 28  # the column where the options' descriptions begin
 
 
 def help_query(arguments: Sequence[str]) -> str | None:
-    """Returns the help query in a command line: "" for the common options, "all", or words to search for. Returns None if
-    the command line does not ask for help."""
+    """Returns the help query in a command line: "" for the common options, "all", or search terms. Returns None if the command
+    line does not ask for help."""
     if list(arguments) == ["help"]:
         return ""
     for place, argument in enumerate(arguments):
@@ -103,7 +103,7 @@ class Page:
         return "\n".join(lines)
 
     def search(self, asked: str) -> list[str]:
-        """Returns the lines about all options that match every word in `asked`. The options with the most matches in
+        """Returns the lines about all options that match every search term in `asked`. The options with the most matches in
         their names come first."""
         words = [f" {word.removesuffix('s')}" for word in normalize(asked).split()]
         entries = self.words()
@@ -126,7 +126,7 @@ class Page:
         options: Sequence[Option],
         entries: Mapping[str, Any],
     ) -> list[str]:
-        """Searches the settings of other programs, then README.md and docs/, for words that match no option.
+        """Searches the settings of other programs, then README.md and docs/, for terms that match no option.
 
         Returns the lines found. Raises UserError, with a suggestion, if there are none."""
         lines = []
@@ -156,8 +156,8 @@ class Page:
 
 
 def search_docs(asked: str) -> list[str]:
-    """Returns the first line of each file in README.md and docs/ that contains all words of `asked`. An installed package
-    does not have these files; the result is then empty."""
+    """Returns the first line in README.md, and in each file of docs/, that contains all search terms in `asked`. The result is
+    empty in an installed package, because it does not contain these files."""
     words = normalize(asked).split()
     lines = []
     for file in [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]:

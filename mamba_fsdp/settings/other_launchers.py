@@ -18,7 +18,7 @@ WILDCARD = "*"
 
 
 def batches_to_steps(text: str) -> str:
-    """Converts a duration in batches, which Composer writes 100ba, to a number of steps."""
+    """Converts Composer's notation for a duration in batches, such as 100ba, to a number of steps."""
     return text.removesuffix("ba")
 
 

@@ -63,7 +63,7 @@ class ParsedSettings:
                 self.alias_defaults[name] = read_field(name, all_settings()[name][1], implied)
 
     def _set(self, name: str, text: Any, word: str) -> None:
-        """Sets the setting `name`, which the user wrote as `word`.
+        """Sets the setting `name`.
 
         Raises UserError for an invalid value. Also raises UserError if it was given before, unless one of the two names
         comes from another launcher and the values agree."""

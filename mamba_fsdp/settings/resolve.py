@@ -30,7 +30,7 @@ from mamba_fsdp.settings.train_config import (
 from mamba_fsdp.storage.retry import exists, is_file, is_folder, retry_io
 from mamba_fsdp.storage.text_yaml import load_yaml
 
-# In the repository this is a link to config/; an installed package contains copies of the files.
+# This is a link to config/ in the repository; an installed package contains copies of the files.
 READY_RUNS = Path(__file__).with_name("ready_runs").resolve()
 # The most that one message lists: a file of another kind consists of mistakes only.
 MAX_MISTAKES = 20
@@ -242,7 +242,7 @@ def raise_mistakes(mistakes: Sequence[str]) -> None:
 
 
 def drop_alternatives(in_file: dict[str, Any], on_line: Mapping[str, Any]) -> None:
-    """Removes settings from `in_file` whose alternative (see `instead_of` in `mamba_fsdp.fields.setting`) is in `on_line`.
+    """Removes each setting from `in_file` that excludes a setting in `on_line` (see `instead_of` in `mamba_fsdp.fields.setting`).
 
     Raises UserError if one of the two contains both alternatives. A setting with its default value does not count: a run's
     config.yaml contains both alternatives, one of them with its default.
@@ -276,8 +276,8 @@ def drop_ineffective(
     """Resets settings without effect to their defaults.
 
     Settings that have no effect are allowed in a run's own config.yaml, and in another file if they are without effect only
-    because of the command line. The result's `notes` list those that were given by their names in other launchers, and
-    those of the model, because one command line can be used for several models.
+    because of the command line. Settings of other launchers, and settings of the model, are also allowed, and listed in the
+    result's `notes`: one command line can be used for several models.
 
     Raises UserError for any other setting without effect that the user gave.
     """
@@ -333,8 +333,8 @@ def _build(chosen: Mapping[str, Any]) -> TrainConfig:
 
 
 def _defaults_for(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that the settings have unless the user chooses others: those of the preset, of its recipe, or the
-    defaults."""
+    """Returns the values that the settings have unless the user chooses others. They come from the preset, from its recipe, or
+    from the defaults."""
     model_name = chosen.get("model_name", default("model_name"))
     values = {name: default(name) for name in all_settings()}
     values |= preset(model_name)
@@ -374,7 +374,7 @@ def default(name: str) -> Any:
 
 
 def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> TrainConfig:
-    """Returns the settings with the shape of `model`, which belongs to the weights that the run starts from.
+    """Returns the settings with the shape of `model`, the model of the weights that the run starts from.
 
     source: describes the weights in messages, for example "init_from FOLDER". The result's `notes` list model settings
     without effect. Raises UserError if model settings that the user gave disagree with this shape."""
@@ -420,7 +420,7 @@ def _format_differences(differing: Mapping[str, tuple[str, str]], where: str = "
 
 
 def differing_model(settings: TrainConfig, model: ModelConfig) -> dict[str, tuple[str, str]]:
-    """Returns {setting: (value in `settings`, value in `model`)}, both as text, for the settings in which the models differ.
+    """Returns {setting: (value in `settings`, value in `model`)}, both as text, for all settings that differ.
 
     The result is empty if both describe the same model, even in different ways. Settings without effect in `settings` do
     not count.

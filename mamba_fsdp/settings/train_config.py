@@ -380,7 +380,7 @@ class ParallelConfig:
         """Parses selective_checkpointing. Returns a fraction in [0, 1]. Raises UserError for any other text."""
         text = self.selective_checkpointing
         share = Fraction(-1)
-        # Without the limit on the exponent, Fraction could compute a huge power of ten for hours.
+        # The exponent has one digit, because Fraction would compute a huge power of ten for hours.
         if re.fullmatch(r"[\d./]{1,20}(e-\d)?", text):
             with contextlib.suppress(ValueError, ZeroDivisionError):
                 share = Fraction(text)
@@ -500,7 +500,7 @@ class TrainConfig:
 
     def operator_uses(self, device_type: str) -> dict[str, list[Use]]:
         """Returns the uses of each operator in the training on this type of device."""
-        # It imports torch, which would slow down command lines that need only the settings.
+        # This import loads torch. At the top of the file, it would slow down command lines that need only the settings.
         from mamba_fsdp.conventions import DTYPES
 
         return spec.operator_uses(

@@ -1,1 +1,1 @@
-"""Holds the verbs of `python -m mamba_fsdp`, a module each: the docstring opens the help page, `main` runs the verb."""
+"""The verbs of `python -m mamba_fsdp`. Each is a module: its docstring begins the help page, and its `main` runs the verb."""

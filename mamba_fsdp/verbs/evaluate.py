@@ -91,7 +91,7 @@ def main(model: str, data: str = "", *, options: CommandConfig) -> None:
         check_place(model)
     if bool(data) == bool(options.tasks):
         raise UserError("give either DATA or --tasks=NAME,... to evaluate the model on")
-    # The rest imports torch, which takes seconds; mistakes in the arguments are reported before.
+    # Importing torch takes seconds; mistakes in the arguments are reported before.
     if options.tasks:
         if importlib.util.find_spec("lm_eval") is None:
             raise UserError(

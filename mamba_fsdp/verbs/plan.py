@@ -124,7 +124,7 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
         words, data_tokens = find_data(settings_by_name, settings, options.tokens)
         show_sizes(words, config, data_tokens, options, machine)
         return 0
-    # These modules import torch, which takes seconds; mistakes in the arguments are reported before.
+    # Importing torch takes seconds; mistakes in the arguments are reported before.
     from mamba_fsdp.planning.estimate import best_estimate, estimate, local_machine
 
     machine = machine or local_machine()
@@ -251,7 +251,7 @@ def choose_machine(options: PlanConfig) -> Instance | None:
 def report_lines(
     expected: "Estimate", figures: dict[str, Any], best_fitting: "Estimate | None", seq_length: int
 ) -> Iterator[str]:
-    """Yields the lines of the report, which fit into a terminal of 80 columns."""
+    """Yields the lines of the report, of at most 80 columns."""
     verdict = "it fits"
     if not expected.fits:
         largest = max(expected.memory, key=expected.memory.__getitem__)
@@ -336,7 +336,7 @@ def expect_failures(
 def measured_seconds(run: Path) -> dict[str, float]:
     """Returns the fields of Costs that a run has measured. Raises UserError if it has recorded no saves."""
     events = read_events(run)
-    # Only events of saves have "seconds". Leave out saves with which a start ended or from which a later start resumed: the
+    # Only events of saves have "seconds". Leave out the last save of a start, and a save from which a later start resumed: the
     # metrics do not contain the time that training waited for them. Their steps have other events too.
     ends = {event["step"] for event in events if "seconds" not in event}
     writes = [
@@ -357,7 +357,7 @@ def measured_seconds(run: Path) -> dict[str, float]:
 
 
 def failure_lines(figures: dict[str, Any]) -> Iterator[str]:
-    """Yields the lines of the report on failures, which fit into a terminal of 80 columns."""
+    """Yields the lines of the report on failures, of at most 80 columns."""
     per_day = figures["failures_per_day"]
     yield f"failures   {per_day:,.3g} a day, {per_day * figures['days']:,.3g} in all"
     for name, seconds in figures["cost_seconds"].items():

@@ -8,7 +8,7 @@ once: it prints the hardware and the problems of each NODE, and writes
 verdict.json. FOLDER is a new folder in the run folder RUN, and SETTINGS is the
 file with the settings of this start. `kernels` tests the run's kernels on each
 GPU of this node. Exit codes of judge: 0 all nodes are fit; 1 the problem can be
-transient or that of a single node; 2 you have to fix it.
+transient or on a single node only; 2 you have to fix it.
 """
 
 import json
@@ -165,7 +165,7 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
 
 
 def problems_of_checks(reports: dict[str, dict]) -> list[Problem]:
-    """Returns the problems of checks that fail on a node, or whose findings differ from those on most nodes."""
+    """Returns a problem for each check that fails on a node, or that has another finding on a node than on most nodes."""
     problems = []
     for check in JOB_CHECKS:
         texts: dict[str, str] = {}  # {node on which the check succeeds: its finding}

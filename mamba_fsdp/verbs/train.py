@@ -15,8 +15,10 @@ from mamba_fsdp.settings.settings_page import settings_page as page  # noqa: F40
 
 
 def main(*stray: str, config: str | None = None, resolved: str | None = None, **words: str) -> int:
-    """Trains with the settings in `words`, or with those in the file `resolved`, which the launcher has checked and
-    written. Returns the exit code."""
+    """Trains a model. Returns the exit code.
+
+    stray: arguments that are not of the form --name=value; they are an error. config: a settings file. words: {name: text} of
+    the settings. resolved: a file with all settings, checked and written by the launcher; it replaces the other arguments."""
     set_up_rank_signals()
     if resolved:
         settings = read_resolved(Path(resolved))
@@ -35,8 +37,10 @@ def main(*stray: str, config: str | None = None, resolved: str | None = None, **
 
 
 def exit_code(stopped: str) -> int:
-    """Returns the exit code of a training. stopped: the reason for which it stopped. If it is the name of a signal, the code
-    is 128 plus its number, as in a shell; otherwise it is 0."""
+    """Returns the exit code of a training.
+
+    stopped: the reason why the training stopped. If it is the name of a signal, the exit code is 128 plus the number of the
+    signal, as in a shell; otherwise it is 0."""
     # Under torchrun the code is always 0. torchrun considers other codes a failure, and kills the ranks that are still
     # writing the checkpoint.
     if "RANK" in os.environ or stopped not in signal.Signals.__members__:

@@ -118,9 +118,9 @@ def saved(content, share=1.0):
     return write
 
 
-CUT = "file.pth .* is cut short or damaged; copy"
-PROGRAM = "file.pth is damaged or holds more than tensors and plain values"
-ARCHIVE = "file.pth is a TorchScript or tar archive, which may hold code"
+CUT = "file.pth .* is incomplete or damaged; copy"
+PROGRAM = "file.pth is damaged or contains more than tensors and plain values"
+ARCHIVE = "file.pth is a TorchScript or tar archive, which can contain code"
 NO_DICT = "file.pth is not a dict of tensors"
 REFUSED = {  # name: (what writes the file, what is said)
     "script": (write_script, ARCHIVE),
@@ -128,12 +128,15 @@ REFUSED = {  # name: (what writes the file, what is said)
     "trap": (lambda path: torch.save({"a": Trap(path)}, path), PROGRAM),
     "pickled trap": (lambda path: path.write_bytes(pickle.dumps({"a": Trap(path)})), PROGRAM),
     "half a zip": (saved(TENSORS, 0.5), CUT),
-    "text": (lambda path: path.write_text("some text"), "file.pth holds no weights: it is neither"),
+    "text": (
+        lambda path: path.write_text("some text"),
+        "file.pth does not contain weights: it is neither",
+    ),
     "no tensor": (saved({"a": 1}), NO_DICT),
     "missing": (lambda path: None, "can't read .*file.pth: No such file"),
     "repeated number": (
         saved({"weight": torch.ones(1).expand(2**20, 2**20)}),
-        "file.pth: weight should have .* elements, .* holds fewer",
+        "file.pth: weight should have .* elements, .* contains fewer",
     ),
 }
 
@@ -184,6 +187,6 @@ def test_a_small_archive_that_unpacks_to_gigabytes_is_refused_unopened(path, mon
     torch.save({"weight": torch.zeros(10**6)}, path)
     compress(path)
     assert PthTensors(path).shapes == {"weight": (10**6,)}
-    monkeypatch.setattr(pth_files, "HARMLESS", 10**6)
-    with pytest.raises(UserError, match=r"pth \(.* bytes\) says that it holds 4,0.*, more than"):
+    monkeypatch.setattr(pth_files, "SAFE_SIZE", 10**6)
+    with pytest.raises(UserError, match=r"pth has .* bytes, but 4,0.* after decompression"):
         PthTensors(path)

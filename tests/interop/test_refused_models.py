@@ -42,7 +42,7 @@ FIELDS = [  # (base, fields that say something else, what is said)
     ("llama", {"rope_theta": 5.0}, "rope_theta is given twice, as 5.0 and 10000.0"),
     ("llama", {"rope_scaling": {"type": "su"}, "rope_parameters": None}, "is 'su'; this program"),
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_scaling=linear: the kind or"),
-    ("hybrid", {"attn_layer_indices": ["x"]}, r"attn_layer_indices names layers \['x'\] of"),
+    ("hybrid", {"attn_layer_indices": ["x"]}, r"attn_layer_indices lists layers \['x'\], but"),
     ("hybrid", {"mamba_d_head": 5}, "SSM heads are 4, with 5 channels each, but"),
     ("hybrid", {"partial_rotary_factor": 0.4, "rope_parameters": None}, "0.4 rotates 3 of 8 ch"),
     ("granite-4.0-h-micro", {"layer_types": ["mamba"]}, "num_hidden_layers is 40, with 1 layer"),
@@ -152,7 +152,7 @@ def exported(exports, tmp_path):
 ONES = torch.ones(7)
 D = "backbone.layers.1.mixer.D"
 TIED = "backbone.embeddings.weight"
-MTP = r"model.safetensors holds layers that predict further tokens \(MTP\), .* transformers"
+MTP = r"model.safetensors contains layers for multi-token prediction \(MTP\), .* transformers"
 
 
 @pytest.mark.parametrize(
@@ -201,10 +201,12 @@ def test_sharded_safetensors_with_something_wrong(exported, tmp_path):
     with_index(json.dumps({"metadata": {}, "weight_map": weight_map}))
     find_weights(exported).open(World.alone())
     (exported / "b.safetensors").write_bytes(b"?" * 20)
-    words = r"b.safetensors \(20 bytes\) is cut short or damaged .*; copy or download it again$"
+    words = r"b.safetensors \(20 bytes\) is incomplete or damaged .*; copy or download it again$"
     refused(exported, words, tmp_path)
     (exported / "b.safetensors").unlink()
-    refused(exported, "b.safetensors is missing, but model.safetensors.index.json names", tmp_path)
+    refused(
+        exported, "b.safetensors is missing, but listed in model.safetensors.index.json", tmp_path
+    )
 
 
 HF_CONFIG = '{"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9}'
@@ -237,7 +239,9 @@ def test_a_place_without_a_model_is_refused(tmp_path, file):
 def test_two_models_in_one_file_are_not_chosen_from(tmp_path):
     state = random_state(MAMBA1)
     torch.save({"model": state, "ema": dict(state)}, tmp_path / "two.pt")
-    with pytest.raises(UserError, match="two.pt holds 2 models, under ema. and model.; save one"):
+    with pytest.raises(
+        UserError, match="two.pt contains 2 models, under ema. and model.; save only one"
+    ):
         find_weights(tmp_path / "two.pt", MAMBA1).open(World.alone())
 
 

@@ -56,7 +56,7 @@ def save(checkpointer, step, config, tokenizer):
 
 
 def test_the_mean_of_checkpoints_is_a_model_with_their_tokenizer(run, monkeypatch):
-    monkeypatch.setattr(convert, "ELEMENTS_AT_ONCE", 100)
+    monkeypatch.setattr(convert, "ELEMENTS_PER_CHUNK", 100)
     models = [run / f"checkpoints/step_0000000{step}" for step in (1, 2)]
     write_mean(models, [0.25, 0.75], run / "mean")
     mean = read_weights(run / "mean")
@@ -134,7 +134,7 @@ def test_a_file_without_config_json(tmp_path):
     state = random_state(demo)
     file = tmp_path / "lonely.pth"
     torch.save(state, file)
-    with pytest.raises(UserError, match="no config.json next to it .* name its preset.* inspect"):
+    with pytest.raises(UserError, match="no config.json next to it, .* give its preset.* inspect"):
         read_weights(file)
     with pytest.raises(UserError, match="does not fit the model"):
         read_weights(file, model_name="mamba-130m")
