@@ -295,7 +295,7 @@ def _batch(
         tokens[row, :length] = content.tokens[:-1]
         labels[row, :length] = content.tokens[1:]
         if window:
-            # Earlier windows predict these tokens.
+            # Do not count the tokens that earlier windows have already predicted.
             labels[row, : data.seq_length - stride] = IGNORED_LABEL
         if data.reset_at_documents:
             seq_idx[row, :length] = np.cumsum(_starts(content.positions)[:-1])

@@ -31,11 +31,12 @@ GROUPED_SINCE_5 = ("Mamba2ForCausalLM", "BambaForCausalLM", "GraniteMoeHybridFor
 # A class that, before transformers 5, continues several prompts at once wrongly if it uses its cache on a CPU.
 ONE_PROMPT_BEFORE_5 = "FalconH1ForCausalLM"
 VOCABULARY = 64  # of the copy
-PROMPT = 11  # tokens: more than a chunk
+PROMPT = 11  # the number of tokens in the prompt: more than a chunk
 CHUNK = 8
 NEW_TOKENS = 5
 PAD = 0
-TOLERANCE = 0.02  # of the largest logit: fast kernels round more than fp32 does
+# The maximal difference, as a fraction of the largest logit. Fused kernels have larger rounding errors than plain fp32.
+TOLERANCE = 0.02
 UNTRIED = "--trial=false writes it as it is, --format=pth in this program's own form"
 
 WriteHf = Callable[[Path, Weights], None]

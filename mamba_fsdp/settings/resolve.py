@@ -32,7 +32,7 @@ from mamba_fsdp.storage.text_yaml import load_yaml
 
 # This is a link to config/ in the repository; an installed package contains copies of the files.
 READY_RUNS = Path(__file__).with_name("ready_runs").resolve()
-# The most that one message lists: a file of another kind consists of mistakes only.
+# The number of mistakes to list in one message. A file that contains no settings at all could have thousands.
 MAX_MISTAKES = 20
 VERSION = "1"  # the format version of a run's config.yaml
 # Settings that only matter when a run starts for the first time.

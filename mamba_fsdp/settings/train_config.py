@@ -433,7 +433,8 @@ class TrainConfig:
     # Lines for the run's log: settings of other launchers that were translated, values that were adjusted, and settings
     # without effect.
     notes: tuple[str, ...] = field(default=(), compare=False)
-    # Whether the user gave save_ckpt_path together with the data. A default folder can contain another run.
+    # Whether the user chose the run folder for this run. If not, the folder can contain a run with another model or other data,
+    # so that the start checks this.
     has_own_folder: bool = field(default=False, compare=False)
     # The time when the user's command was started, in seconds since the epoch.
     began: float = field(default_factory=command_start_time, compare=False)
@@ -585,6 +586,7 @@ def all_settings() -> dict[str, tuple[str, dataclasses.Field]]:
 
 @lru_cache(maxsize=None)
 def setting_names() -> dict[str, str]:
-    """Returns {name of a setting, with or without its section: the name without it}."""
+    """Returns {accepted name of a setting: its name}. A setting is accepted with its section, as in optimizer.learning_rate, and
+    without it."""
     with_sections = {f"{section}.{name}": name for name, (section, _) in all_settings().items()}
     return with_sections | {name: name for name in all_settings()}
