@@ -1,4 +1,4 @@
-"""Runs torchrun's elastic agent, which meets the agents of the other nodes, assigns the rank
+"""Runs torchrun's elastic agent. The agent meets the agents of the other nodes, assigns the rank
 numbers and starts this node's ranks.
 """
 

@@ -41,7 +41,7 @@ class Finding:
 class Check:
     """A named check of the machine.
 
-    `find` returns a description of what it found. It raises NotPresent, a UserError with advice, or
+    `find` returns a description of its findings. It raises NotPresent, a UserError with advice, or
     the error of a failed import.
     """
 
@@ -164,7 +164,9 @@ def find_efa() -> str:
 
 
 def find_efa_plugin() -> str:
-    """Returns the name of NCCL's plugin for EFA. Raises UserError if EFA devices lack it."""
+    """Returns the name of NCCL's plugin for EFA. Raises UserError if there are EFA devices but no
+    plugin.
+    """
     if not count_efa_devices():
         raise NotPresent("no EFA devices")
     plugin = machine.find_efa_library()

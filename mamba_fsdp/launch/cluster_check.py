@@ -33,8 +33,8 @@ def check_nodes(args: List[str], variables: Variables) -> int:
 
 
 class ClusterCheck(SlurmTraining):
-    """A check of the cluster. It runs on the host where salloc was called, which need not be a node
-    of the job.
+    """A check of the cluster. It runs on the host where salloc was called, and that need not be a
+    node of the job.
     """
 
     keeps_record = False
@@ -115,7 +115,7 @@ class ClusterCheck(SlurmTraining):
 
 
 def missing_folders(path: str) -> List[str]:
-    """Returns those of a folder and its parents that do not exist, the topmost first."""
+    """Returns the folders on this path that do not exist, the topmost first."""
     missing: List[str] = []
     while path and not os.path.exists(path):
         missing.insert(0, path)

@@ -91,8 +91,7 @@ def format_mounts(paths: Iterable[str]) -> str:
 
 
 def find_mount(path: str) -> str:
-    """Returns the path, or its nearest parent whose name has no characters that mounts can't
-    contain.
+    """Returns the path, or its nearest parent without characters that mounts can't contain.
 
     Raises LaunchError if that is a protected folder of the image.
     """
@@ -133,10 +132,9 @@ def is_protected(folder: str) -> bool:
 
 
 def find_linked_folders(paths: Iterable[str]) -> List[str]:
-    """Returns the folders of the paths, and the folders to which symbolic links in and below them
-    point.
+    """Returns the folders of the paths, and the targets of symbolic links in and below them.
 
-    Links that are found in those folders are followed in the same way. Prints a warning for links
+    Links that are found in the targets are followed in the same way. Prints a warning for links
     that can't be followed inside a container.
     """
     folders: List[str] = []

@@ -18,9 +18,11 @@ MAX_NOTICE_SECONDS = 300 + 60
 
 
 class TrainingOutcome(NamedTuple):
-    """The content of outcome.json, in which the launchers of the nodes report how a training ended."""
+    """How a training ended. The launchers of the nodes write it to outcome.json."""
 
-    status: str = ""  # as in status.json; "" if the launcher was killed before it could report
+    status: str = (
+        ""  # the status in status.json; "" if the launcher was killed before it could report
+    )
     code: int = 0  # exit code of the rank that failed first
     lost_rank: str = ""  # the rank that failed first, and the reason
     stop_file: bool = False  # whether the file STOP in the run folder requested the end
@@ -40,8 +42,9 @@ class JobState(NamedTuple):
     max_restarts: int
     stop_signal: str = ""  # the signal that requested a stop, such as "USR1"; "" without one
     is_running: bool = True  # False if Slurm is already ending the job or has queued it again
-    seconds_run: float = float("inf")  # run time of this start when the stop was requested
-    seconds_left: float = float("inf")  # time until the time limit at that moment
+    # Run time of this start of the job when the stop was requested.
+    seconds_run: float = float("inf")
+    seconds_left: float = float("inf")  # time until the job's time limit at that moment
 
     @property
     def lost(self) -> str:
@@ -63,29 +66,28 @@ class JobDecision(NamedTuple):
     exit_code: int
     sentence: str
     prints_error: bool = True  # whether to print the first error of all nodes after the sentence
-    is_final: bool = False  # whether the job will not start again and its restart count is removed
 
 
 def decide(state: JobState) -> JobDecision:
-    """Returns what happens to the job in this state."""
+    """Returns the decision about the job in this state."""
     outcome = state.outcome
     if state.code == 0 and outcome.status == "finished":
-        return JobDecision(Action.END, 0, "finished: " + state.run_folder, False, is_final=True)
+        return JobDecision(Action.END, 0, "finished: " + state.run_folder, False)
     if state.stop_signal:
         return _decide_stop_signal(state)
     if state.code == 0 and outcome.stop_file:
         sentence = "stopped at {} because the file STOP exists; sbatch the same command to resume"
-        return JobDecision(Action.END, 0, sentence.format(state.newest), False, is_final=True)
+        return JobDecision(Action.END, 0, sentence.format(state.newest), False)
     if state.code in (EXIT_USER_ERROR, EXIT_REPLAY_DIFFERS):
         sentence = "not queued again, since no restart can fix this"
-        return JobDecision(Action.END, state.code, sentence, is_final=True)
+        return JobDecision(Action.END, state.code, sentence)
     # The file STOP requested the end, but a rank failed before it had written a checkpoint.
     if outcome.status == "stopped" and outcome.stop_file:
         sentence = (
             "ended at {}: the file STOP requested it, but a rank failed before it had stopped; sbatch the same command to "
             "resume"
         )
-        return JobDecision(Action.END, 1, sentence.format(state.newest), is_final=True)
+        return JobDecision(Action.END, 1, sentence.format(state.newest))
     # Also with exit code 0: the shutdown of a node ends its ranks in an orderly way.
     return _queue_again(state)
 
@@ -94,7 +96,7 @@ def _decide_stop_signal(state: JobState) -> JobDecision:
     """Returns the decision for a job that a signal asked to stop."""
     if state.stop_signal == "INT" or not state.is_running:
         sentence = "ended at {} by Slurm or by a user; if Slurm does not resume it, sbatch the same command"
-        return JobDecision(Action.END, EXIT_SIGTERM, sentence.format(state.newest), is_final=True)
+        return JobDecision(Action.END, EXIT_SIGTERM, sentence.format(state.newest))
     leaves_no_time = (
         state.seconds_left <= MAX_NOTICE_SECONDS and state.seconds_run < state.seconds_left
     )
@@ -104,7 +106,7 @@ def _decide_stop_signal(state: JobState) -> JobDecision:
             "no time to train; sbatch the same command with a longer --time or a shorter notice, such as "
             "--signal=B:USR1@60"
         )
-        return JobDecision(Action.END, EXIT_USER_ERROR, sentence, is_final=True)
+        return JobDecision(Action.END, EXIT_USER_ERROR, sentence)
     return _queue_again(state)
 
 
@@ -115,7 +117,7 @@ def _queue_again(state: JobState) -> JobDecision:
             f"error: gave up after {state.restarts} restarts without a checkpoint newer than {state.newest} (MAX_RESTARTS={state.max_restarts}); fix the "
             "cause, then sbatch the same command to resume"
         )
-        return JobDecision(Action.END, 1, sentence, is_final=True)
+        return JobDecision(Action.END, 1, sentence)
     return JobDecision(Action.QUEUE_AGAIN, 0, "queued again, to resume from " + state.newest)
 
 

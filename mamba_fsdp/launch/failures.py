@@ -29,9 +29,9 @@ class Failure:
 
     node: str
     rank: int | None  # None for a node without ranks
-    exit_code: int  # as in a shell: 128 plus the signal number for a rank that was killed
+    exit_code: int  # like in a shell, 128 plus the signal number for a rank that was killed
     was_killed: bool
-    time: float  # in seconds since the epoch
+    time: float  # seconds since the epoch
     reason: str  # the error of the rank, or a description of its exit code
     exception: str = ""  # the first line of the exception's message, if the rank could write it
 
@@ -63,7 +63,7 @@ class Failure:
         return cls(node_name(), None, 1, False, time.time(), reason)
 
     def text(self) -> str:
-        """Returns the last lines of the log."""
+        """Returns the lines with which the log ends: the rank, its node and the error."""
         if self.rank is None:
             return f"{self.reason}\n"
         return f"rank {self.rank} on {self.node} failed first.\n{self.reason}\n"

@@ -13,7 +13,7 @@ from typing import List, Mapping, NamedTuple, Optional
 PROJECT = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
 DEFAULT_IMAGE = "mamba-train.sqsh"
 SUPERBLOCK_BYTES = (
-    48  # of squashfs: begins with the magic number and ends with the image size (8 bytes)
+    48  # the size of squashfs' first block: magic number, other fields, image size (8 bytes)
 )
 
 
@@ -86,7 +86,7 @@ def set_python_variables() -> None:
     os.environ["PYTHONPATH"] = PROJECT
     os.environ["PYTHONNOUSERSITE"] = "1"
     os.environ["PYTHONUNBUFFERED"] = "1"
-    # Python 3.11 and newer then do not import files of the working directory.
+    # With this variable, Python 3.11 and newer do not import modules from the working directory.
     os.environ["PYTHONSAFEPATH"] = "1"
     gpus = os.environ.get("GPUS_PER_NODE")
     if gpus:
@@ -210,11 +210,11 @@ def find_settings_python() -> Optional[str]:
     """Returns a Python of this host that can read the settings before an image is unpacked; None if
     there is none.
     """
-    venv = os.path.join(PROJECT, ".venv")
-    own = os.path.join(venv, "bin", "python")
-    if os.access(own, os.X_OK) and os.path.isfile(os.path.join(venv, ".complete")):
-        return own
-    for python in (own, "python3"):
+    try:
+        return choose_venv().python
+    except LaunchError:  # .venv does not exist or is incomplete
+        pass
+    for python in (os.path.join(PROJECT, ".venv", "bin", "python"), "python3"):
         can = "import sys, yaml; print(sys.version_info >= (3, 10))"
         if command_output(python, "-c", can).strip() == "True":
             return python

@@ -1,12 +1,10 @@
-"""The entry point of the launcher, to which 1.train.sbatch hands over. Trains on this machine, or
-on the nodes of a Slurm job.
+"""The entry point of the launcher. Trains on this machine, or on the nodes of a Slurm job.
 
     python3 mamba_fsdp/launch/job.py ./1.train.sbatch [--check] [--SETTING=VALUE ...]
 
-1.train.sbatch itself only finds this file, and starts the launcher of each node. This program runs
-on the host's own Python with only the standard library, because the Python of an image exists only
-after the image has been unpacked. launch/plan.py resolves the settings in the environment that
-trains.
+1.train.sbatch finds this file and replaces itself with this program. It runs on the host's own
+Python with only the standard library, because the Python of an image exists only after the image
+has been unpacked. launch/plan.py resolves the settings in the environment that trains.
 """
 
 import signal
@@ -36,7 +34,6 @@ from mamba_fsdp.launch.cluster_check import check_nodes
 from mamba_fsdp.launch.host import (
     PROJECT,
     LaunchError,
-    choose_environment,
     print_error,
     read_variables,
     set_python_variables,
@@ -46,7 +43,7 @@ from mamba_fsdp.launch.plan_reader import read_plan_on_host
 from mamba_fsdp.launch.slurm_training import train_in_slurm
 
 CHECK_OPTION = "--check"  # the only argument that is not a setting
-DEMO_ARGS = ["--config=config/demo.yaml"]  # used without arguments
+DEMO_ARGS = ["--config=config/demo.yaml"]  # the settings if the command has no arguments
 
 
 def main(called: str, args: List[str]) -> int:
@@ -85,7 +82,7 @@ def show_help(args: List[str]) -> int:
 
 
 def submit_check(args: List[str]) -> int:
-    """Replaces this process with salloc, which runs `1.train.sbatch --check` on a node that is free
+    """Replaces this process with salloc, to run `1.train.sbatch --check` on a node that is free
     now.
 
     Raises LaunchError without Slurm. Returns the exit code if the settings are invalid.
@@ -93,10 +90,7 @@ def submit_check(args: List[str]) -> int:
     if not slurm.has_salloc():
         raise LaunchError("--check needs a Slurm cluster, but this machine has no salloc command")
     os.chdir(PROJECT)
-    environment = choose_environment(os.environ.get("IMAGE", ""))
-    if environment.image:
-        slurm.check_image_support(environment.image)
-        os.environ["IMAGE"] = environment.image  # for the messages of the steps
+    slurm.choose_environment_of_job(os.environ.get("IMAGE", ""))
     answer = read_plan_on_host(args or DEMO_ARGS)
     if answer and not answer.plan:
         return answer.code

@@ -56,8 +56,8 @@ def train_here(called: str, args: List[str], variables: Variables, is_demo: bool
 def dry_run(python: List[str], settings: Dict[str, Any], nodes: int) -> int:
     """Prints what a training on this number of nodes would do. Returns the exit code.
 
-    It runs in one process without ranks, which leaves no files. python: the beginning of the
-    command line.
+    It runs in one process without ranks and leaves no files. python: the beginning of the command
+    line.
     """
     os.environ["MAMBA_FSDP_NODES"] = str(nodes)
     command = [*python, os.path.join(PROJECT, "training.py"), "--resolved=/dev/stdin"]
@@ -192,7 +192,9 @@ class LocalTraining:
         self.supervisor.listen(handlers)
 
     def restore_signals(self) -> None:
-        """Restores the signal handlers of before the training, so that Ctrl-C ends the program."""
+        """Restores the signal handlers from before the training, so that Ctrl-C ends the program
+        again.
+        """
         for number, handler in self.handlers_before.items():
             signal.signal(number, handler)
 
@@ -234,7 +236,7 @@ class LocalTraining:
     def suspend(self, number: int) -> None:
         """Handles Ctrl-Z: suspends the ranks and this process until fg or SIGCONT.
 
-        The ranks run in their own sessions, which do not receive the signals of the terminal.
+        The ranks run in their own sessions, so the terminal's signals do not reach them.
         """
         child = self.supervisor.child
         processes = [child.pid, *list_children(child.pid)] if child else []
@@ -251,8 +253,8 @@ class LocalTraining:
         return {}
 
     def has_completed_step(self) -> bool:
-        """Returns whether this start has completed a step: the status has then changed, and its
-        reason is no longer "starting".
+        """Returns whether this start has completed a step: the status has changed, and its reason
+        is not "starting".
         """
         status = self.status()
         return status != self.status_before and status.get("reason") != "starting"

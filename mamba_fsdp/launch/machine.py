@@ -77,7 +77,7 @@ def find_interface_to(hosts: Iterable[str]) -> str:
             contextlib.suppress(OSError),
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
         ):
-            probe.connect((host, 9))  # for UDP, this only looks up the route
+            probe.connect((host, 9))  # connecting a UDP socket only looks up the route
             here = probe.getsockname()[0]
             if host == LOOPBACK or not here.startswith("127."):
                 for _, name in socket.if_nameindex():
@@ -107,17 +107,18 @@ def node_name() -> str:
 
 
 def is_first_node() -> bool:
-    """Returns whether this is the first node of the job, which prints messages for all nodes."""
+    """Returns whether this is the first node of the job. The first node prints the messages for all
+    nodes.
+    """
     number = os.environ.get("SLURM_NODEID") or os.environ.get("PET_NODE_RANK")
     return (number or "0") == "0"
 
 
 def check_version(environment: str | Path = sys.prefix) -> None:
-    """Raises UserError unless `environment` (.venv, or that of the image) matches this checkout's
-    requirements.
+    """Raises UserError if the installed packages do not match this checkout's requirements.
 
-    Its file .complete has two lines: the name of the stack and the SHA-256 of
-    requirements/STACK.txt.
+    environment: the folder of the Python environment, .venv or the environment in an image. Its
+    file .complete has two lines: the name of the stack and the SHA-256 of requirements/STACK.txt.
     """
     if not is_checkout():  # pip has checked the dependencies of an installed package
         return
@@ -137,8 +138,8 @@ def end_with_launcher(number: signal.Signals) -> None:
     """Makes Linux send this process the signal when its parent process dies, even from SIGKILL.
 
     A rank that survived its launcher would occupy the run folder and its GPU for hours. This
-    function does nothing if the parent is a shell, or Slurm, which itself ends the processes of a
-    step.
+    function does nothing if the parent is a shell. It also does nothing if the parent is Slurm,
+    because Slurm itself ends the processes of a step.
     """
     launcher = os.environ.get(LAUNCHER)
     is_rank = "TORCHELASTIC_RUN_ID" in os.environ
@@ -157,8 +158,8 @@ def set_up_rank_signals() -> None:
 
 
 def print_loading() -> None:
-    """Prints that PyTorch is being loaded, which takes seconds, unless this process has loaded it
-    already.
+    """Prints that PyTorch is being loaded, unless this process has loaded it already. Loading takes
+    seconds.
     """
     if "torch" not in sys.modules:
         print_line("loading    PyTorch")
@@ -199,7 +200,7 @@ def set_environment(run_folder: Path, scratch: Path, first_node: str) -> None:
         wanted["OMP_NUM_THREADS"] = str(max(1, threads))
     if _has_rank0_cache():  # Triton 3.4 and newer do not use it by default
         wanted["TRITON_CACHE_MANAGER"] = "triton.runtime.rank0_cache:Rank0CacheManager"
-    # By default, gloo uses the interface of the host name's address, which is 127.0.1.1 on Debian.
+    # By default, gloo uses the interface of the host name's address. On Debian this is 127.0.1.1.
     interface = find_interface_to([first_node, os.environ.get("LAST_NODE", "")])
     if interface:
         wanted["GLOO_SOCKET_IFNAME"] = interface

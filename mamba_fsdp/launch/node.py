@@ -1,4 +1,4 @@
-"""Runs the ranks of one node: starts torchrun's agent, which starts a rank for each GPU.
+"""Runs the ranks of one node. torchrun's agent starts a rank for each GPU.
 
     python -m mamba_fsdp.launch.node RUN_FOLDER [torchrun options] training.py [--SETTING=VALUE ...]
 
@@ -64,7 +64,7 @@ def main(run: Path, args: list[str]) -> int:
         print_loading()
     # Hides many warnings about addresses without a name. torch reads the variable when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Imported after the signals are blocked: torch's libraries start threads, which inherit the mask.
+    # Imported after the signals are blocked: the threads of torch's libraries inherit the mask.
     from mamba_fsdp.launch import agent
 
     ranks = processes_per_node()
@@ -184,12 +184,12 @@ def wait_for_outcome(folder: Path) -> None:
     """Waits until the first node has written outcome.json.
 
     One minute after the first launcher has exited, srun kills the others (--wait, see
-    slurm_training.py), and rank 0 can need more time to write the model than the 300 s for which
-    torch's agents wait for each other.
+    slurm_training.py). Torch's agents wait for each other for only 300 s, and rank 0 can need more
+    time than that to write the model.
     """
     while not os.path.exists(folder / OUTCOME):
         time.sleep(1)
-        # Opening the folder refreshes the cache of NFS, which could hide a new file for a minute.
+        # Opening the folder refreshes the cache of NFS. Otherwise it can hide a new file for a minute.
         sync_folder(folder)
 
 

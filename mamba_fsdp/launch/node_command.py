@@ -9,7 +9,8 @@ from typing import List
 from mamba_fsdp.launch.host import PROJECT
 from mamba_fsdp.run.names import PROFILE
 
-NODE_VARIABLE = "MAMBA_TRAIN_NODE"  # environment variable: 1.train.sbatch sets up the network and runs its arguments
+# An environment variable. If it is set, 1.train.sbatch sets up the network and then runs its arguments as a command.
+NODE_VARIABLE = "MAMBA_TRAIN_NODE"
 
 
 def with_node_setup(command: List[str]) -> List[str]:

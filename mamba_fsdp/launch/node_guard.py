@@ -7,11 +7,12 @@ containers and temporary folders that this start has left on its node. At the be
 the containers of jobs that have ended.
 
 START: this start of the job, such as 77.0. ADDRESS, PORT: where the job's program listens. JOB:
-another running job of this user, whose containers are kept. For the cluster's own Python, see
-host.py.
+another running job of this user; its containers are kept.
 
 Pyxis keeps a named container on the node's disk, or in its memory, until it is removed, unless
 Pyxis' container_scope is `job`.
+
+For the cluster's own Python, see host.py.
 """
 
 import contextlib
@@ -35,14 +36,14 @@ from mamba_fsdp.launch.containers import CONTAINER_PREFIX  # noqa: E402
 from mamba_fsdp.launch.host import command_output  # noqa: E402
 from mamba_fsdp.launch.node_watch import ALL_JOBS, REMOVE, TOKEN, enable_keepalive  # noqa: E402
 
-PYXIS_PREFIX = "pyxis_" + CONTAINER_PREFIX  # of the names that Pyxis gives to Enroot
+PYXIS_PREFIX = "pyxis_" + CONTAINER_PREFIX  # Enroot knows the containers by these names
 # A removal without progress for this time is waiting for storage that does not respond.
 REMOVAL_STALL_SECONDS = float(os.environ.get("REMOVAL_SECONDS", 60))
 POLL_SECONDS = 0.5
 CONNECT_TIMEOUT_SECONDS = float(os.environ.get("GUARD_SECONDS_TO_CONNECT", 60))
 NO_CONNECTION = "none"
 JOB_ENDING = "job ends"
-JOB_POLL_SECONDS = 5.0  # of the first guard, whether Slurm knows that the first node is lost
+JOB_POLL_SECONDS = 5.0  # how often the first guard asks Slurm whether it has noticed a loss
 
 
 class JobEnding(Exception):
@@ -50,7 +51,7 @@ class JobEnding(Exception):
 
 
 class Connection:
-    """The connection to the job's program, which stays open until this process exits.
+    """The connection to the job's program. It stays open until this process exits.
 
     ending: GOODBYE at the regular end of the start, NO_CONNECTION if the program could not be
     reached, JOB_ENDING if Slurm ends the job, and "" if the program was killed or its host is lost.
@@ -72,7 +73,9 @@ class Connection:
             sys.stdin.read()
             self.ending = NO_CONNECTION
             return
-        with contextlib.suppress(OSError):  # an error of the connection does not reveal its cause
+        with contextlib.suppress(
+            OSError
+        ):  # an error does not show whether the program or its host is lost
             node = os.environ["SLURMD_NODENAME"]
             server.sendall("{} {}\n".format(os.environ.get(TOKEN, ""), node).encode())
             for line in server.makefile():
@@ -121,7 +124,7 @@ def _connect(address: str, port: int) -> socket.socket:
             server.settimeout(None)
             enable_keepalive(server)
             return server
-        except OSError:  # for example, an overloaded name server
+        except OSError:  # the cause can be transient, such as an overloaded name server
             if time.monotonic() > end:
                 raise
             time.sleep(1)
@@ -131,15 +134,15 @@ def _connect(address: str, port: int) -> socket.socket:
 
 
 def requeue_after_node_loss() -> None:
-    """Queues the job again once Slurm has removed the lost host of its script. Returns as soon as
-    the job is not running.
+    """Queues the job again once Slurm has removed the lost host of its script.
 
-    That is the case, for example, after the script has ended on a host that is not lost.
+    Returns without doing so as soon as the job is not running any more, for example because its
+    script has ended.
 
     Under sbatch --no-kill, the job would otherwise stay RUNNING without a script until its time
-    limit. If the job is queued again before Slurm has noticed the loss, Slurm 22.05 holds it
-    forever (BadConstraints). Guards with higher node numbers query Slurm less often, which limits
-    the load and avoids simultaneous requests.
+    limit. The job must not be queued again before Slurm has noticed the loss, because Slurm 22.05
+    would then never start it (BadConstraints). Guards with higher node numbers query Slurm less
+    often, to limit the load and to avoid simultaneous requests.
     """
     job = slurm.this_job()
     pause = 1.0  # the script has ended by then if its host is not lost
@@ -208,9 +211,7 @@ def wait_for_container_exit() -> None:
 
 
 def list_container_processes(job: str) -> List[int]:
-    """Returns the processes of a job in containers, which have another mount namespace than this
-    process.
-    """
+    """Returns the processes of a job that run in containers, recognised by their mount namespace."""
     own = os.readlink("/proc/self/ns/mnt")
     mark = f"SLURM_JOB_ID={job}".encode()
     found = []

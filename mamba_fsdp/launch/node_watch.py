@@ -27,7 +27,7 @@ GUARD = os.path.join(PROJECT, "mamba_fsdp", "launch", "node_guard.py")
 # The states of jobs that can still use their containers.
 CONTAINER_JOB_STATES = "RUNNING,SUSPENDED,STOPPED,COMPLETING"
 POLL_SECONDS = 0.1
-MAX_REMOVAL_SECONDS = 3600.0  # a guard whose removal makes no progress exits earlier
+MAX_REMOVAL_SECONDS = 3600.0  # guards exit earlier if a removal makes no progress
 ALL_JOBS = "all"  # argument of a guard if Slurm did not list the running jobs: keep all containers
 TOKEN = "MAMBA_FSDP_GUARD_TOKEN"  # environment variable: the secret that a guard sends first
 # Messages to a guard. REMOVE is followed by a path to remove if this process is killed.
@@ -39,7 +39,7 @@ KEEPALIVE_INTERVAL = 2
 KEEPALIVE_PROBES = 4
 REACHABLE_TIMEOUT_SECONDS = 2.0  # timeout of one attempt to connect to a node
 MAX_CONNECT_ATTEMPTS = 2
-RECHECK_SECONDS = 5.0  # interval for a node that responds but whose guard has ended
+RECHECK_SECONDS = 5.0  # interval of the checks of a node that responds although its guard has ended
 GUARD_START_SECONDS = 30.0  # time limit for guards to connect after their step has started
 
 
@@ -57,8 +57,8 @@ class NodeWatch:
         self.lost: Dict[str, float] = {}
         self.is_over = False
         self.connected: Dict[str, socket.socket] = {}
-        self.addresses: Dict[str, str] = {}  # IP addresses of the nodes whose guard has connected
-        # The nodes whose guard has ended and that have not responded since then.
+        self.addresses: Dict[str, str] = {}  # {node: IP address from which its guard has connected}
+        # Nodes without a running guard that have not responded since the guard has ended.
         self.suspects: Set[str] = set()
         self.lock = threading.Lock()
         self.to_remove: List[str] = []
@@ -70,7 +70,7 @@ class NodeWatch:
 
     @property
     def address(self) -> List[str]:
-        """The host name and the port to which guards connect."""
+        """The host name and the port that guards connect to."""
         host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         return [host, str(self.server.getsockname()[1])]
 
@@ -80,7 +80,7 @@ class NodeWatch:
         self._start_thread(self._await_guards)
 
     def stop(self) -> None:
-        """Tells the guards, including those that connect later, that this start of the job has
+        """Notifies the guards, including those that connect later, that this start of the job has
         ended.
 
         Each guard closes its connection after it has cleaned up its node.
@@ -94,7 +94,7 @@ class NodeWatch:
             return not self.connected and not self.nodes_without_guard()
 
     def nodes_without_guard(self) -> List[str]:
-        """Returns the nodes that are not lost and whose guard has never connected."""
+        """Returns the nodes that are not lost and from which no guard has ever connected."""
         return [node for node in self.nodes if node not in self.addresses and node not in self.lost]
 
     def remove_if_killed(self, path: str) -> None:
@@ -103,7 +103,7 @@ class NodeWatch:
         self._broadcast(f"{REMOVE} {path}", self.nodes[:1])
 
     def wait_for_confirmations(self) -> None:
-        """Waits until every node whose guard has ended is known to be alive or lost."""
+        """Waits until each node without a running guard is known to be alive or lost."""
         while self.suspects:
             time.sleep(0.1)
 

@@ -7,7 +7,7 @@ Writes one JSON object to the file ANSWER, or to stdout, with the fields that a 
     run_folder    the absolute path of save_ckpt_path
     dry_run       whether the training is only described
     missing_data  the absolute path of the built-in data if the settings use it and it has to be made; else ""
-    settings      the resolved settings, which nodes and ranks read with settings.resolve.read_resolved
+    settings      the resolved settings, for settings.resolve.read_resolved on the nodes and ranks
     paths         the absolute paths in the settings, for a container to mount
     replay        the arguments of the verb replay if the ranks run it instead of a training; the run folder is then
                   temporary
@@ -16,9 +16,9 @@ Writes one JSON object to the file ANSWER, or to stdout, with the fields that a 
 An invalid setting ends the program with exit code 2 within seconds. --help prints the help page and
 writes no object.
 
-Python 3.10 and PyYAML suffice, so that mistakes are reported before an image is unpacked on many
-nodes. The exit code is 1 if the arguments need further packages: those in another form than
---name=value need fire.
+The program needs only Python 3.10 and PyYAML, so that mistakes are reported before an image is
+unpacked on many nodes. Arguments that are not written as --name=value also need fire. If fire is
+not installed, the exit code is 1.
 """
 
 import json
@@ -26,7 +26,6 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mamba_fsdp import interpreter
 
@@ -60,30 +59,34 @@ def plan(answer: Path, *stray: str, config: str | None = None, **args: str) -> N
     trains_in_image = os.environ.get("IMAGE")
     if not trains_in_image:
         check_version()
+    missing_data = None
+    replay_args: list[str] = []
     if stray[:1] == ("replay",):
-        answer.write_text(json.dumps(plan_replay(*stray[1:], **args)))
-        return
-    if os.environ.get("PROFILE") == "torch":
-        args.setdefault("use_profiler", "true")
-    settings = resolve_settings(args, config, stray)
-    if not trains_in_image:  # with an image, preflight checks the inputs
-        check_inputs(settings)
-    check_folder(settings)
+        settings, replay_args = replay_settings(*stray[1:], **args)
+    else:
+        if os.environ.get("PROFILE") == "torch":
+            args.setdefault("use_profiler", "true")
+        settings = resolve_settings(args, config, stray)
+        if not trains_in_image:  # preflight checks the inputs if there is an image
+            check_inputs(settings)
+        check_folder(settings)
+        missing_data = missing_builtin(settings.data)
     resolved = {
         "run_folder": os.path.abspath(settings.checkpoint.save_ckpt_path),
         "dry_run": settings.training.dry_run,
-        "missing_data": str(missing_builtin(settings.data) or ""),
+        "missing_data": str(missing_data or ""),
         "settings": as_json_object(settings),
         "paths": find_named_paths(settings),
-        "replay": [],
+        "replay": replay_args,
         "batch": batch_of(settings),
     }
     answer.write_text(json.dumps(resolved))
 
 
-def plan_replay(run: str = "", *stray: str, **options: str) -> dict[str, Any]:
-    """Returns the plan of `replay RUN`. The files of its start are in a temporary folder next to
-    RUN.
+def replay_settings(run: str = "", *stray: str, **options: str) -> tuple[TrainConfig, list[str]]:
+    """Returns the settings of `replay RUN`, and the arguments of the verb replay.
+
+    The run folder in the settings is a temporary folder next to RUN.
 
     Raises UserError if RUN is missing or not a run.
     """
@@ -99,16 +102,7 @@ def plan_replay(run: str = "", *stray: str, **options: str) -> dict[str, Any]:
     settings = settings.with_values(
         save_ckpt_path=str(scratch), load_ckpt_path=str(place), init_from="", dry_run=False
     )
-    args = [str(place), *stray, *(f"--{name}={value}" for name, value in options.items())]
-    return {
-        "run_folder": str(scratch),
-        "dry_run": False,
-        "missing_data": "",
-        "settings": as_json_object(settings),
-        "paths": find_named_paths(settings),
-        "replay": args,
-        "batch": batch_of(settings),
-    }
+    return settings, [str(place), *stray, *(f"--{name}={value}" for name, value in options.items())]
 
 
 def batch_of(settings: TrainConfig) -> Batch:
@@ -122,7 +116,8 @@ def check_inputs(settings: TrainConfig) -> None:
     """Raises UserError if the starting point or the data of the run does not exist."""
     find_origin(settings.checkpoint)
     if not settings.data.use_dummy_dataset and not builtin_folder(settings.data):
-        from mamba_fsdp.data.selection import training_sources, validation_sources  # imports numpy
+        # Imported late, because it imports numpy.
+        from mamba_fsdp.data.selection import training_sources, validation_sources
 
         training_sources(settings.data)
         validation_sources(settings.data)
@@ -191,5 +186,5 @@ if __name__ == "__main__":
     answer = sys.argv.pop(1) if names_file else "/dev/stdout"
     try:
         command_line.run(partial(plan, Path(answer)), settings_page)
-    except ModuleNotFoundError:  # fire, which is installed in the image
+    except ModuleNotFoundError:  # fire is not installed here; the image has it
         raise SystemExit(1) from None

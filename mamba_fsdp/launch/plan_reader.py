@@ -1,4 +1,4 @@
-"""Runs launch/plan.py, which resolves the settings of a start, and reads its answer.
+"""Resolves the settings of a start with launch/plan.py, and reads its answer.
 
 For the cluster's own Python, see host.py.
 """
@@ -80,7 +80,9 @@ def read_plan_on_host(args: List[str]) -> Optional[Answer]:
 
 
 def parse_answer(code: int, text: str) -> Answer:
-    """Parses the output of launch/plan.py. There is no plan after a help page, whose output is empty."""
+    """Parses the output of launch/plan.py. A help page leaves the output empty, and the answer has
+    no plan.
+    """
     code = code if code >= 0 else 128 - code
     if code != 0 or not text.strip():
         return Answer(None, code)

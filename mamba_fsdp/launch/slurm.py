@@ -12,7 +12,13 @@ import time
 from datetime import datetime
 from typing import Collection, Dict, List, NamedTuple, Optional, Sequence, Set
 
-from mamba_fsdp.launch.host import LaunchError, command_output, print_line
+from mamba_fsdp.launch.host import (
+    Environment,
+    LaunchError,
+    choose_environment,
+    command_output,
+    print_line,
+)
 
 HYPERPOD_FOLDER = "/opt/sagemaker_cluster"  # exists on SageMaker HyperPod only
 FIRST_PORT = 20000  # the first port that jobs use for the rendezvous
@@ -34,10 +40,12 @@ UNUSABLE_STATES = re.compile(r"down|drain|drng|fail|unk|err|maint|boot|inval|[*]
 
 
 class Job(NamedTuple):
-    """The job in which this process runs."""
+    """The job of this process."""
 
     number: str
-    name: str  # NUMBER, or ARRAY_TASK for a task of an array, since one task has the number of the array
+    # NUMBER, or ARRAY_TASK for a task of an array. The number of one task is also the number of the array,
+    # so that a command with this number would affect all tasks.
+    name: str
     restart: int  # how often Slurm has restarted the job
     nodes: List[str]  # host names; this program runs on the first node
 
@@ -65,7 +73,7 @@ def has_salloc() -> bool:
 
 
 def this_job() -> Job:
-    """Returns the job in which this process runs.
+    """Returns the job of this process.
 
     Raises LaunchError if the job is heterogeneous, because its parts can't train together, and if
     Slurm does not know the job.
@@ -73,7 +81,7 @@ def this_job() -> Job:
     number = os.environ["SLURM_JOB_ID"]
     if os.environ.get("SLURM_HET_SIZE"):
         raise LaunchError(
-            "this is a heterogeneous job (sbatch ... : ...), whose parts can't train together; request "
+            "this is a heterogeneous job (sbatch ... : ...), and its parts can't train together; request "
             "nodes of one kind: sbatch --nodes=N"
         )
     name = number
@@ -105,6 +113,18 @@ def check_gpus(job: Job) -> None:
             f"the nodes have different GPUs ({listed}); select nodes of one kind with --partition, --constraint or "
             "--exclude"
         )
+
+
+def choose_environment_of_job(image: str) -> Environment:
+    """Returns the environment of `choose_environment`, and sets IMAGE for launch/plan.py and the job's steps.
+
+    Raises LaunchError like `choose_environment`, and if Slurm can't run images.
+    """
+    environment = choose_environment(image)
+    if environment.image:
+        check_image_support(environment.image)
+        os.environ["IMAGE"] = environment.image
+    return environment
 
 
 def check_image_support(image: str) -> None:
@@ -195,7 +215,7 @@ def seconds_left(job: Job) -> Optional[float]:
     """Returns the seconds until the job's time limit; None without a limit or if the controller
     does not answer.
     """
-    end = _time("EndTime", command_output("scontrol", "show", "job", job.name))
+    end = _time(job, "EndTime")
     return None if end is None else end - time.time()
 
 
@@ -203,19 +223,24 @@ def seconds_run(job: Job) -> float:
     """Returns the seconds since this start of the job began; infinity if the controller does not
     answer.
     """
-    start = _time("StartTime", command_output("scontrol", "show", "job", job.name))
+    start = _time(job, "StartTime")
     return float("inf") if start is None else time.time() - start
 
 
-def _time(name: str, shown: str) -> Optional[float]:
-    found = re.search(rf"\b{name}=(\d+-\d+-\d+T\d+:\d+:\d+)", shown)
+def show_job(job: Job) -> str:
+    """Returns the fields of the job; "" if the controller does not answer."""
+    return command_output("scontrol", "show", "job", job.name)
+
+
+def _time(job: Job, field: str) -> Optional[float]:
+    found = re.search(rf"\b{field}=(\d+-\d+-\d+T\d+:\d+:\d+)", show_job(job))
     if not found:
         return None
     return datetime.strptime(found.group(1), "%Y-%m-%dT%H:%M:%S").timestamp()
 
 
 def nodes_down(nodes: Sequence[str]) -> List[str]:
-    """Returns those of the nodes that Slurm considers down."""
+    """Returns which of the nodes Slurm considers down."""
     down = command_output(
         "sinfo", "--noheader", "--nodes=" + ",".join(nodes), "--states=down", "--format=%n"
     )
@@ -259,9 +284,9 @@ def has_other_nodes(count: int, left_out: Collection[str]) -> bool:
 def release_nodes(job: Job, kept: Sequence[str]) -> bool:
     """Returns all nodes of the job to Slurm except `kept`. Returns whether Slurm accepted that.
 
-    Otherwise Slurm kills the steps of the job once it notices that a node is down. Also, if the job
-    is queued again before Slurm has noticed it, Slurm 22.05 holds the job forever (BadConstraints).
-    Slurm refuses to release the node of the job's script.
+    Without this, Slurm kills the steps of the job once it notices that a node is down. If the job
+    is queued again before that, Slurm 22.05 never starts it (BadConstraints). Slurm refuses to
+    release the node of the job's script.
     """
     # scontrol writes two scripts to its working directory, so that is a temporary folder.
     with tempfile.TemporaryDirectory() as folder:
@@ -305,8 +330,7 @@ def _request_other_nodes(job: Job, left_out: Collection[str]) -> None:
     count = len(job.nodes)
     wanted = {"NumNodes": str(count)}
     if has_other_nodes(count, left_out):
-        shown = command_output("scontrol", "show", "job", job.name)
-        excluded = re.search(r"\bExcNodeList=(\S+)", shown)
+        excluded = re.search(r"\bExcNodeList=(\S+)", show_job(job))
         names = set(left_out)
         if excluded and excluded.group(1) != "(null)":
             names.update(host_names(excluded.group(1)))
@@ -327,9 +351,7 @@ def warn_if_memory_is_limited(job: Job) -> None:
     tracked = command_output("scontrol", "show", "config")
     if not re.search(r"SelectTypeParameters.*MEMORY", tracked):
         return  # Slurm does not limit the memory of jobs then
-    given = re.search(
-        r"\bTRES=\S*\bmem=(\d+)([MGT])", command_output("scontrol", "show", "job", job.name)
-    )
+    given = re.search(r"\bTRES=\S*\bmem=(\d+)([MGT])", show_job(job))
     has = re.search(r"\bRealMemory=(\d+)", command_output("scontrol", "show", "node", job.nodes[0]))
     if not given or not has:
         return

@@ -33,7 +33,6 @@ from mamba_fsdp.launch.host import (
     Environment,
     LaunchError,
     Variables,
-    choose_environment,
     print_line,
 )
 from mamba_fsdp.launch.local_training import KILLED_LAUNCHER, dry_run
@@ -63,7 +62,7 @@ DEADLINE_SECONDS = (
     45  # so close to the time limit, the job does not wait for a checkpoint any longer
 )
 SHORT_REMOVAL_SECONDS = (
-    10.0  # for the removal of containers after a signal, when Slurm soon ends the job
+    10.0  # limits the removal of containers after a signal, because Slurm soon ends the job
 )
 RETRY_SECONDS = 10  # interval of attempts to make data that another job is making
 STEP_START_SECONDS = 60  # time limit for Slurm to start the step of the ranks
@@ -75,8 +74,8 @@ Training = TypeVar("Training", bound="SlurmTraining")
 class StartFailed(Exception):
     """Raised if this start of the job can't train.
 
-    The message is empty if the reason has been printed already. code: the exit code from which
-    `decide` derives whether another start can succeed.
+    The message is empty if the reason has been printed already. code: an exit code. `decide`
+    derives from it whether another start can succeed.
     """
 
     def __init__(self, sentence: str = "", code: int = 1) -> None:
@@ -126,10 +125,7 @@ def make_training(args: List[str], variables: Variables, kind: Type[Training]) -
             f"SPARE_NODES={variables.spare_nodes}, MIN_NODES={variables.min_nodes}: the job has only {len(job.nodes)} nodes; "
             "request more: sbatch --nodes=N"
         )
-    training.environment = choose_environment(variables.image)
-    if training.environment.image:
-        slurm.check_image_support(training.environment.image)
-        os.environ["IMAGE"] = training.environment.image  # for the messages of the steps
+    training.environment = slurm.choose_environment_of_job(variables.image)
     answer = read_plan_on_host(args)
     if answer and not answer.plan:
         sys.exit(answer.code)
@@ -156,7 +152,7 @@ class SlurmTraining:
         self.container: List[str] = []
         self.plan: Optional[Plan] = None
         self.folder: Optional[StartFolder] = None
-        self.has_container: Set[str] = set()  # nodes whose container is unpacked
+        self.has_container: Set[str] = set()  # nodes that have unpacked the image
         self.passed_preflight: Set[str] = set()  # nodes
         self.ranks_per_node = 1
         self.busy_nodes: Set[str] = set()  # nodes of the current command
@@ -235,8 +231,8 @@ class SlurmTraining:
         return plan, self.folder
 
     def retry_without_lost_nodes(self, work: Callable[[], T]) -> T:
-        """Returns the result of `work()`, which is repeated without the lost nodes if nodes are
-        lost.
+        """Calls `work()` and returns its result. Repeats the call without the lost nodes if nodes
+        are lost meanwhile.
 
         Raises StartFailed if too few nodes are left.
         """
@@ -283,13 +279,15 @@ class SlurmTraining:
         self.restarts.count(self.newest_before)
 
     def use_container(self, folders: List[str]) -> None:
-        """Sets the container of the following steps, in which these folders and MOUNTS are mounted."""
+        """Sets the container options of the following steps, with mounts for these folders and for
+        MOUNTS.
+        """
         mounted = [*self.variables.mounts, *folders]
         self.container = container_options(self.environment.image, self.job.start, mounted)
 
     def start_containers(self) -> None:
-        """Starts the container on all nodes in parallel, which unpacks the image once in this start
-        of the job.
+        """Starts the container on all nodes in parallel. Each node unpacks the image once in this
+        start of the job.
 
         Raises StartFailed if the container starts on too few nodes.
         """
@@ -306,8 +304,8 @@ class SlurmTraining:
             return
         if not self.has_container:
             raise StartFailed(
-                "the container did not start on any node; see above. If the image is damaged, copy it again; if the disk of "
-                "ENROOT_DATA_PATH, to which Enroot unpacks images, is full, free space there",
+                "the container did not start on any node; see above. If the image is damaged, copy it again; if the disk for "
+                "unpacked images (ENROOT_DATA_PATH) is full, free space there",
                 EXIT_USER_ERROR,
             )
         for node in missing:
@@ -336,13 +334,13 @@ class SlurmTraining:
     def folders_to_mount(self, plan: Plan) -> List[str]:
         """Returns the folders that the training needs.
 
-        These are the folders of the paths in the settings, those to which links in them point, and
-        the folder of compiled kernels.
+        These are the folders of the paths in the settings, the targets of symbolic links in them,
+        and the folder of compiled kernels.
         """
         if not self.environment.image:
             return []
         has_begun = bool(newest_checkpoint(plan.run_folder))
-        # The checkpoint from which a run was initialised is not needed once the run has its own.
+        # The checkpoint that initialised the run is not needed once the run has its own.
         paths = [path for path in plan.paths if os.path.exists(path) or not has_begun]
         folders = paths + find_linked_folders(paths)
         if plan.dry_run:
@@ -453,8 +451,8 @@ class SlurmTraining:
     # ------------------------------------------------------------------------------------------------ training
 
     def train(self, plan: Plan, folder: StartFolder) -> JobState:
-        """Runs the ranks, and restarts them after losses that a restart can fix. Returns the final
-        state.
+        """Runs the ranks, and restarts them after failures that a restart can fix. Returns the
+        final state.
         """
         with stop_file_writer(folder.stop, self.supervisor.reason) as ask:
 
@@ -617,10 +615,10 @@ class SlurmTraining:
         )
 
     def stop(self, number: int) -> None:
-        """Asks the current command to stop.
+        """Handles a signal: asks the current command to stop.
 
-        After USR1, the job must be queued again before its time limit, so an alarm is set to
-        DEADLINE_SECONDS before the limit.
+        After USR1, the job must be queued again before its time limit, so this method sets an alarm
+        at DEADLINE_SECONDS before the limit.
         """
         if self.supervisor.stop_signal:
             return
@@ -630,7 +628,7 @@ class SlurmTraining:
             )
         )
         self.supervisor.request_stop(number)
-        if number == signal.SIGUSR1:  # after TERM, Slurm itself ends or queues the job
+        if number == signal.SIGUSR1:  # other signals announce that Slurm itself ends the job
             self.seconds_run = slurm.seconds_run(self.job)
             left = slurm.seconds_left(self.job)
             if left is not None:
@@ -641,8 +639,10 @@ class SlurmTraining:
     # ------------------------------------------------------------------------------------------------ at the end
 
     def newest(self) -> str:
-        """Returns the newest checkpoint of the run, or that of the previous start if the run folder
-        is not known yet.
+        """Returns the newest checkpoint of the run.
+
+        If the run folder is not known yet, this is the newest checkpoint at the previous start of
+        the job.
         """
         if not self.plan:
             return self.restarts.newest
@@ -671,7 +671,7 @@ class SlurmTraining:
         decision = decide(state)
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
-        self.remove_files(decision.is_final)
+        self.remove_files(is_final=decision.action is Action.END)
         print_line(decision.sentence)
         if decision.prints_error:
             self.show_first_error(state)
@@ -703,8 +703,8 @@ class SlurmTraining:
 
 
 def is_being_made(data: str) -> bool:
-    """Returns whether another process is making a token store. This job's own process has released
-    its leases.
+    """Returns whether a process of another job is making a token store. Called when this job's own
+    process has ended.
     """
     return bool(glob.glob(os.path.join(glob.escape(data), ".progress*", "*.lease")))
 

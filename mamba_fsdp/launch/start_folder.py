@@ -1,7 +1,7 @@
 """Manages the folder of one start of a run: RUN/starts/NAME. Different starts of a run use
 different names.
 
-    settings.json   the resolved settings, which nodes and ranks read
+    settings.json   the resolved settings, read by nodes and ranks
     STOP            requests the ranks of this start to stop
     preflight/      the findings of each node, and verdict.json
     NODE.json       the first failure of a node
@@ -89,7 +89,9 @@ class StartFolder:
                 os.unlink(os.path.join(self.path, name))
 
     def remove(self) -> None:
-        """Removes this folder and those of killed starts, and the folder `starts` if it is empty then."""
+        """Removes this folder and the folders of killed starts, and then the folder `starts` if it
+        is empty.
+        """
         for folder in [self.path, *self.find_killed_starts()]:
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -100,8 +102,8 @@ class StartFolder:
     def find_killed_starts(self) -> List[str]:
         """Returns the folders of starts that were killed.
 
-        For a job, these are its earlier starts. Outside of Slurm, these are starts of this machine
-        whose process has ended.
+        For a job, these are its earlier starts. Outside of Slurm, these are starts by processes of
+        this machine that have ended.
         """
         job, _, _ = self.name.rpartition(".")
         if job:

@@ -8,7 +8,9 @@ from typing import Callable, Dict
 from mamba_fsdp.launch.decision import JobState, should_restart_ranks
 from mamba_fsdp.launch.host import print_line
 
-MAX_FAILURES_PER_NODE = 2  # a node with as many failures from one checkpoint counts as sick
+MAX_FAILURES_PER_NODE = (
+    2  # a node with this many failures since the newest checkpoint counts as sick
+)
 
 
 class RankRestarts:
@@ -23,9 +25,8 @@ class RankRestarts:
         self.job_state = job_state
         self.restarted_from = ""  # the newest checkpoint at the last restart
         self.failed_from = ""  # the newest checkpoint at the last failure
-        self.failures: Dict[
-            str, int
-        ] = {}  # {node: number of its first failures since that checkpoint}
+        # {node: how often a rank on this node failed first since that checkpoint}
+        self.failures: Dict[str, int] = {}
 
     def run(self) -> JobState:
         """Runs the ranks until restarting them can't help any more. Returns the final state."""
@@ -38,7 +39,7 @@ class RankRestarts:
             print_line("restarts   the ranks after the loss of " + state.lost)
 
     def count_failure(self, state: JobState) -> None:
-        """Counts the failure for the node whose rank failed first."""
+        """Counts a failure of the node on which a rank failed first."""
         if state.newest != self.failed_from:
             self.failed_from = state.newest
             self.failures.clear()
@@ -47,7 +48,7 @@ class RankRestarts:
             self.failures[node] = self.failures.get(node, 0) + 1
 
     def is_sick(self, node: str) -> bool:
-        """Returns whether ranks of this node were so often the first to fail that the node is to
+        """Returns whether ranks of this node were the first to fail so often that the node is to
         blame.
         """
         return self.failures.get(node, 0) >= MAX_FAILURES_PER_NODE

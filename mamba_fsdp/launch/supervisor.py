@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 RETRY_SECONDS = 2.0
 SIGNAL_POLL_SECONDS = 1.0  # delay of a signal that does not interrupt a system call
-STORAGE_TIMEOUT_SECONDS = 10.0  # how long the end waits for a file that can't be written
+STORAGE_TIMEOUT_SECONDS = 10.0  # time limit for a write that hangs when the job ends
 
 
 class StopRequested(Exception):
@@ -69,7 +69,7 @@ class Supervisor:
                 self.ask_child()
 
     def reason(self) -> str:
-        """Returns the reason for the stop, which the ranks write to status.json."""
+        """Returns the reason for the stop. The ranks write it to status.json."""
         return f"SIG{self.stop_signal}\n"
 
     def raise_if_stop_requested(self) -> None:
@@ -172,14 +172,16 @@ class Supervisor:
                 os.killpg(self.child.pid, number)
 
     def abort_for_lost_node(self) -> None:
-        """Kills the current command, or the next one, which then raises NodeLost. Any thread can
+        """Kills the current command, or the next one, and makes it raise NodeLost. Any thread can
         call it.
         """
         self.has_lost_node = True
         self.send(signal.SIGKILL)
 
     def on_deadline(self, number: int) -> None:
-        """Handles the signal after which the job can't wait for the current command any longer."""
+        """Handles the signal of the deadline: the job does not wait for the current command any
+        longer.
+        """
         self.deadline_passed = True
         if self.is_waiting:
             raise DeadlineExceeded

@@ -1,5 +1,5 @@
-"""The program to which 2.tokenize.sbatch hands over: runs get_dataset.py in a Slurm job, in the
-image or in .venv.
+"""Runs get_dataset.py in a Slurm job, in the image or in .venv. 2.tokenize.sbatch replaces itself
+with this program.
 
     python3 mamba_fsdp/launch/tokenize_job.py INPUT [OUT] [--OPTION=VALUE ...]
 
@@ -93,8 +93,7 @@ def array_part() -> str:
 
 
 def folders_to_mount(args: List[str]) -> List[str]:
-    """Returns the folders of the paths in the arguments, and those to which symbolic links in them
-    point.
+    """Returns the folders of the paths in the arguments, and the targets of symbolic links in them.
 
     For a path that does not exist, this is the nearest parent that exists.
     """
@@ -109,7 +108,7 @@ def folders_to_mount(args: List[str]) -> List[str]:
         begin = word
         if os.path.exists(word) or not re.search(r"[*?[]", word):
             named.append(word)
-        else:  # a glob pattern, in which ** matches any number of folders
+        else:  # a glob pattern; ** matches any number of folders
             named += glob.glob(word.partition("/**/")[0])
             begin = os.path.dirname(re.split(r"[*?[]", word)[0] + "x")
         path = os.path.abspath(begin)

@@ -38,7 +38,7 @@ class Watcher(threading.Thread):
                 has_failed = event.si_code in KILLED_CODES or (
                     event.si_code == os.CLD_EXITED and event.si_status
                 )
-                # Later failures are those of ranks that this thread has killed.
+                # Only the first failure matters; this thread kills the other ranks.
                 if has_failed and not self.killed:
                     self.killed = send(signal.SIGKILL) - {event.si_pid}
             elif not child_pids():  # no ranks yet, or they have all ended
