@@ -62,7 +62,7 @@ def run_ranks(options: Namespace, watcher: Watcher) -> Failure | None:
         ]
         return min(failures, key=sort_key)
     except RendezvousClosedError:
-        return Failure.from_node("error: another node has given up")
+        return Failure.from_node("error: another node has closed the rendezvous")
     except (RendezvousError, DistError) as error:
         return Failure.from_node(
             f"error: {node_name()} could not join the rendezvous, or lost the connection to the first node. Check that it can "

@@ -47,10 +47,10 @@ class ClusterCheck(SlurmTraining):
             self.retry_without_lost_nodes(lambda: self.try_tokenizer(start))
         except (StopRequested, DeadlineExceeded):
             return EXIT_SIGTERM
-        except StartFailed as trouble:
-            if str(trouble):
-                print_line(f"error: {trouble}")
-            return trouble.code
+        except StartFailed as error:
+            if str(error):
+                print_line(f"error: {error}")
+            return error.code
         finally:
             if self.folder:
                 self.folder.remove()

@@ -75,7 +75,7 @@ def format_mounts(paths: Iterable[str]) -> str:
             continue
         if not os.path.exists(path):
             raise LaunchError(
-                f"{path} does not exist on {socket.gethostname()}; correct the setting, or MOUNTS, that contains it"
+                f"{path} does not exist on {socket.gethostname()}; correct the path in the settings or in MOUNTS"
             )
         mount = find_mount(path)
         if not _is_covered(mount, covered):

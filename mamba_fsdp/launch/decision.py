@@ -20,9 +20,8 @@ MAX_NOTICE_SECONDS = 300 + 60
 class TrainingOutcome(NamedTuple):
     """How a training ended. The launchers of the nodes write it to outcome.json."""
 
-    status: str = (
-        ""  # the status in status.json; "" if the launcher was killed before it could report
-    )
+    # The status in status.json; "" if the launcher was killed before it could report.
+    status: str = ""
     code: int = 0  # exit code of the rank that failed first
     lost_rank: str = ""  # the rank that failed first, and the reason
     stop_file: bool = False  # whether the file STOP in the run folder requested the end
@@ -76,7 +75,7 @@ def decide(state: JobState) -> JobDecision:
     if state.stop_signal:
         return _decide_stop_signal(state)
     if state.code == 0 and outcome.stop_file:
-        sentence = "stopped at {} because the file STOP exists; sbatch the same command to resume"
+        sentence = "stopped at {} as requested by the file STOP; sbatch the same command to resume"
         return JobDecision(Action.END, 0, sentence.format(state.newest), False)
     if state.code in (EXIT_USER_ERROR, EXIT_REPLAY_DIFFERS):
         sentence = "not queued again, since no restart can fix this"

@@ -12,9 +12,8 @@ from typing import List, Mapping, NamedTuple, Optional
 
 PROJECT = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
 DEFAULT_IMAGE = "mamba-train.sqsh"
-SUPERBLOCK_BYTES = (
-    48  # the size of squashfs' first block: magic number, other fields, image size (8 bytes)
-)
+# The size of squashfs' first block: magic number, other fields, image size (8 bytes).
+SUPERBLOCK_BYTES = 48
 
 
 class LaunchError(Exception):

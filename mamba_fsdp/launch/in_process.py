@@ -60,7 +60,7 @@ def prepare(settings: TrainConfig) -> None:
     check_folder(settings)
     if not settings.training.dry_run:
         make_missing_builtin(settings.data)
-    if LAUNCHER not in os.environ:  # otherwise the launcher has printed it
+    if LAUNCHER not in os.environ:  # otherwise the launcher has printed this line
         print_loading()
 
 

@@ -105,8 +105,8 @@ if __name__ == "__main__":
         if not called or called.startswith("-"):  # 1.train.sbatch passes its own path first
             raise LaunchError("do not run job.py directly; pass these arguments to 1.train.sbatch")
         sys.exit(main(called, sys.argv[2:]))
-    except LaunchError as mistake:
-        print_error(str(mistake))
+    except LaunchError as error:
+        print_error(str(error))
         sys.exit(LaunchError.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -78,9 +78,8 @@ class LocalTraining:
         self.folder = StartFolder(plan.run_folder, local_start_name(), bool(plan.replay))
         self.status_before = self.status()
         self.interrupts = 0
-        self.was_killed = (
-            False  # whether the user ended the launcher without waiting for a checkpoint
-        )
+        # Whether the user ended the launcher without waiting for a checkpoint.
+        self.was_killed = False
         self.stopped_before_first_step = False
         self.ask_ranks: Callable[[], None] = lambda: None  # asks the ranks to stop
         self.handlers_before: Dict[int, Any] = {}
@@ -123,7 +122,7 @@ class LocalTraining:
         """
         args = ["--standalone", "--rdzv-id=" + os.path.basename(self.folder.path)]
         args += self.plan.rank_command(os.path.join(PROJECT, "training.py"), self.folder.settings)
-        self.immediate_stop_signal = signal.SIGQUIT  # a launcher kills its ranks then
+        self.immediate_stop_signal = signal.SIGQUIT  # the launcher then kills its ranks
         launcher = launcher_command(
             self.python, self.plan.run_folder, self.variables.profile, str(os.getpid())
         )
@@ -270,14 +269,14 @@ def send_to(processes: List[int], number: int) -> None:
 def show_demo(python: str) -> None:
     """Shows a sample of the demo's model, and prints commands to continue with."""
     print_line()
-    print_line('what it writes after "def ":')
+    print_line('the model continues "def " with:')
     subprocess.run([python, "-m", "mamba_fsdp", "generate", "runs/demo", "--prompt=def "])
     print_line(
         """
-runs/demo holds the run: metrics.jsonl its losses, checkpoints/ its states,
-pth/ the trained model; data/builtin holds its text as tokens. For your text:
+runs/demo contains the run: its losses in metrics.jsonl, its states in checkpoints/ and
+the trained model in pth/. data/builtin contains the tokenized text. To train on your text:
   .venv/bin/python get_dataset.py FILE data/mine
   ./1.train.sbatch --dataset_path=data/mine --save_ckpt_path=runs/mine
-To train on from here (--help shows the settings):
+To continue this training (--help lists the settings):
   ./1.train.sbatch --config=config/demo.yaml --num_steps=2000"""
     )

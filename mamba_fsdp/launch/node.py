@@ -82,7 +82,7 @@ def main(run: Path, args: list[str]) -> int:
         watcher.start()
         failure = agent.run_ranks(options, watcher)
     if watcher.request:
-        repair_status(run)  # ranks that the signal ended immediately could not
+        repair_status(run)  # ranks that the signal killed could not write their status
         return 128 + watcher.request
     if failure:
         write_shared_json(folder / f"{failure.node}.json", asdict(failure))
@@ -118,8 +118,8 @@ def remove_earlier_outcome(folder: Path) -> None:
 def build_outcome(
     run: Path, folder: Path, failure: Failure | None, error_is_printed: bool
 ) -> TrainingOutcome:
-    """Returns how the training ended. error_is_printed: whether the rank's error is the end of the
-    log already.
+    """Returns how the training ended. error_is_printed: whether the log already ends with the
+    rank's error.
     """
     # A rank that was killed leaves the status `running`.
     found = repair_status(run)

@@ -93,9 +93,9 @@ def main(start: str, address: str, port: str, others: List[str]) -> None:
     connection = Connection()
     try:
         for container in list_containers():
-            of = container[len(PYXIS_PREFIX) :]
-            number = of.split(".")[0]
-            is_used = ALL_JOBS in others or of == start or of in others or number in others
+            owner = container[len(PYXIS_PREFIX) :]
+            number = owner.split(".")[0]
+            is_used = ALL_JOBS in others or owner == start or owner in others or number in others
             if not is_used:
                 remove_container(container)
         connection.hold(address, int(port))

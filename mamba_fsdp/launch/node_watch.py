@@ -27,7 +27,7 @@ GUARD = os.path.join(PROJECT, "mamba_fsdp", "launch", "node_guard.py")
 # The states of jobs that can still use their containers.
 CONTAINER_JOB_STATES = "RUNNING,SUSPENDED,STOPPED,COMPLETING"
 POLL_SECONDS = 0.1
-MAX_REMOVAL_SECONDS = 3600.0  # guards exit earlier if a removal makes no progress
+MAX_REMOVAL_SECONDS = 3600.0  # guards give up earlier if a removal makes no progress
 ALL_JOBS = "all"  # argument of a guard if Slurm did not list the running jobs: keep all containers
 TOKEN = "MAMBA_FSDP_GUARD_TOKEN"  # environment variable: the secret that a guard sends first
 # Messages to a guard. REMOVE is followed by a path to remove if this process is killed.

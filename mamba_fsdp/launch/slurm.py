@@ -294,8 +294,8 @@ def release_nodes(job: Job, kept: Sequence[str]) -> bool:
 
 
 def _update(job: Job, fields: Dict[str, str], folder: Optional[str] = None) -> bool:
-    args = [f"{name}={value}" for name, value in fields.items()]
-    update = ["scontrol", "update", "JobId=" + job.name, *args]
+    assignments = [f"{name}={value}" for name, value in fields.items()]
+    update = ["scontrol", "update", "JobId=" + job.name, *assignments]
     done = subprocess.run(
         update,
         cwd=folder,

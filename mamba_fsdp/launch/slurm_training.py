@@ -54,16 +54,13 @@ from mamba_fsdp.run.names import CACHES, WANTED_NODES_VARIABLE, newest_checkpoin
 from mamba_fsdp.run.node_record import LOST, SICK, add_record, sick_nodes
 
 PREFLIGHT_SECONDS = 900  # unpacking a large image on a node takes minutes
-LAUNCHER_EXIT_SECONDS = (
-    60  # launchers exit at the same time; one that is this late would never exit
-)
+# How long srun waits for the other launchers after the first has exited. Launchers exit at the same time.
+LAUNCHER_EXIT_SECONDS = 60
 MAX_ALARM_SECONDS = 10**9  # alarm accepts values below 2**31
-DEADLINE_SECONDS = (
-    45  # so close to the time limit, the job does not wait for a checkpoint any longer
-)
-SHORT_REMOVAL_SECONDS = (
-    10.0  # limits the removal of containers after a signal, because Slurm soon ends the job
-)
+# This long before the time limit, the job stops waiting for a checkpoint, so that it can be queued again.
+DEADLINE_SECONDS = 45
+# Time limit for the removal of containers after most signals, because Slurm soon ends the job.
+SHORT_REMOVAL_SECONDS = 10.0
 RETRY_SECONDS = 10  # interval of attempts to make data that another job is making
 STEP_START_SECONDS = 60  # time limit for Slurm to start the step of the ranks
 
@@ -198,12 +195,12 @@ class SlurmTraining:
         except (StopRequested, DeadlineExceeded):
             self.supervisor.send(signal.SIGKILL)  # the command can ignore SIGTERM
             state = self.job_state(EXIT_SIGTERM)
-        except StartFailed as trouble:
+        except StartFailed as error:
             if not self.plan:  # `prepare` could not count the start without the run folder
                 self.count_start()
-            if str(trouble):
-                print_line(f"error: {trouble}")
-            state = self.job_state(trouble.code)
+            if str(error):
+                print_line(f"error: {error}")
+            state = self.job_state(error.code)
         return self.conclude(state)
 
     # ------------------------------------------------------------------------------------------------ before training
@@ -324,7 +321,7 @@ class SlurmTraining:
         answer = parse_answer(self.supervisor.last_code, output)
         if answer.plan:
             return answer.plan
-        if answer.code in (0, EXIT_USER_ERROR):  # a help page, or a mistake
+        if answer.code in (0, EXIT_USER_ERROR):  # a help page, or an invalid setting
             print_line(output.rstrip("\n"))
             raise SystemExit(answer.code)
         raise StartFailed(
@@ -433,7 +430,7 @@ class SlurmTraining:
         """Raises StartFailed for a node that was sick in an earlier start and still is."""
         reason = self.pool.suspected[node]
         raise StartFailed(
-            f"{node} was sick in an earlier start ({reason}), and still is; sbatch --exclude={node} ...",
+            f"{node} was sick in an earlier start ({reason}), and still is; exclude it: sbatch --exclude={node} ...",
             EXIT_USER_ERROR,
         )
 

@@ -33,8 +33,8 @@ from mamba_fsdp.run.names import (
 def local_start_name() -> str:
     """Returns the name of this process's start outside of Slurm, here_BOOT_NAMESPACE_PID.
 
-    BOOT and NAMESPACE identify the machine and the container, because process ids have a meaning
-    only there.
+    BOOT and NAMESPACE identify the machine and the container, because a process id is valid only
+    there.
     """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().split("-")[0]

@@ -8,9 +8,8 @@ from typing import Callable, Dict
 from mamba_fsdp.launch.decision import JobState, should_restart_ranks
 from mamba_fsdp.launch.host import print_line
 
-MAX_FAILURES_PER_NODE = (
-    2  # a node with this many failures since the newest checkpoint counts as sick
-)
+# A node with this many failures since the newest checkpoint counts as sick.
+MAX_FAILURES_PER_NODE = 2
 
 
 class RankRestarts:

@@ -122,6 +122,6 @@ def folders_to_mount(args: List[str]) -> List[str]:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except LaunchError as mistake:
-        print_error(str(mistake))
+    except LaunchError as error:
+        print_error(str(error))
         sys.exit(LaunchError.exit_code)

@@ -58,8 +58,8 @@ def child_pids() -> set[int]:
     pid = os.getpid()
     children = Path(f"/proc/{pid}/task/{pid}/children")
     # The file is read twice, because the kernel can omit a child while another one exits.
-    args = children.read_text().split() + children.read_text().split()
-    return set(map(int, args))
+    pids = children.read_text().split() + children.read_text().split()
+    return set(map(int, pids))
 
 
 def send(number: int) -> set[int]:

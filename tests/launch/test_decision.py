@@ -50,7 +50,7 @@ TABLE = {  # what happened: (the ending, what the job does, its exit code, how i
         ended(outcome=STOPPED_BY_FILE),
         END,
         0,
-        "stopped at step_00000005 because the file",
+        "stopped at step_00000005 as requested by the file",
     ),
     "a file STOP, and a rank fails": (
         ended(outcome=TrainingOutcome("stopped", 1, "rank 1", True)),
