@@ -127,7 +127,7 @@ def test_too_little_space_for_the_checkpoints_to_come(folder, report, judge, mon
     report("a", **given)
     code, _, wrong = judge("a")
     assert code == 2 and "only 10.0 GB free" in wrong and "keep_checkpoints" in wrong
-    assert "to come need 4 x 33.2 GB" in wrong
+    assert "the next checkpoints need 4 x 33.2 GB" in wrong
     commit_empty(folder.parent, 1, 2)
     old, newest = sorted(folder.parent.glob("checkpoints/*"))
     for checkpoint, size, kept, expected in (
