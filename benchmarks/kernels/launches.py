@@ -122,7 +122,7 @@ def type_of(value: Any) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def launches_on(cc: int) -> list[Launch]:
+def launches_on(cc: int, precision: str = "bf16") -> list[Launch]:
     """Returns the different launches in the layers of MODELS on a GPU of this compute capability, such as 90."""
     launches: list[Launch] = []
 
@@ -141,7 +141,7 @@ def launches_on(cc: int) -> list[Launch]:
             for has_documents, rows in CASES:
                 settings = TrainConfig(ModelConfig(**preset(name)))
                 settings = settings.with_values(
-                    mixed_precision="bf16", reset_at_documents=has_documents
+                    mixed_precision=precision, reset_at_documents=has_documents
                 )
                 check = LayerCheck(settings, torch.device("cpu"))
                 check.run(check.make_model(check.kinds, BACKENDS), rows)

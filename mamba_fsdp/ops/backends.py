@@ -44,6 +44,8 @@ OPERATORS = {  # the backends of each, best first; on a GPU, trainer/kernel_sele
     "mamba1": ("triton", "fused"),
     "mamba2": ("triton", "fused"),
 }
+# Names of backends that use simpler instructions of the GPU from the start, see use_simpler_form.
+SIMPLER = {"ssd": ("triton-simpler",)}
 # Mixers that a backend computes in one call, and their parts; a part that has the backend must use it too.
 MIXER_PARTS = {"mamba1": ("conv", "scan"), "mamba2": ("conv", "ssd", "norm")}
 REFERENCE = {operator: "reference" for operator in OPERATORS if operator not in MIXER_PARTS}
@@ -87,7 +89,7 @@ class BackendChoice:
 
 def demands(setting: str, used: Collection[str] = OPERATORS) -> dict[str, str]:
     """Returns {operator: backend} that the setting `kernels` demands: one backend for all operators that have it, or
-    backends by operator, as in scan=reference,conv=cpp; a mixer's is its parts' too.
+    backends by operator, as in scan=reference,conv=cpp; a mixer's is its parts' too. ssd=triton-simpler demands triton.
 
     Raises UserError for an unknown name, with the nearest one, and for operators that are not in `used`.
     """
@@ -98,10 +100,11 @@ def demands(setting: str, used: Collection[str] = OPERATORS) -> dict[str, str]:
         for item in setting.replace(" ", "").split(","):
             operator, _, backend = item.partition("=")
             _check_name(operator, OPERATORS, setting, "operator")
-            _check_name(backend, OPERATORS[operator], setting, f"backend of {operator}")
+            names = (*OPERATORS[operator], *SIMPLER.get(operator, ()))
+            _check_name(backend, names, setting, f"backend of {operator}")
             if operator in demanded:
                 raise UserError(f"kernels={setting}: give each operator one backend")
-            demanded[operator] = backend
+            demanded[operator] = backend.partition("-")[0]
         for operator, backend in list(demanded.items()):
             for part in parts_with(operator, backend):
                 demanded.setdefault(part, backend)
@@ -225,6 +228,12 @@ def why_unavailable(operator: str, backend: str) -> str | None:
             return f"{package} does not load ({type(error).__name__}: {first_line(error)}){hint}"
     module = modules(f"mamba_fsdp.ops.{operator}")[backend]
     return module.why_unavailable() if hasattr(module, "why_unavailable") else None
+
+
+def demands_simpler_form(setting: str, operator: str) -> bool:
+    """Returns whether the setting `kernels` demands the simpler form of a backend of this operator."""
+    items = setting.replace(" ", "").split(",")
+    return any(f"{operator}={name}" in items for name in SIMPLER.get(operator, ()))
 
 
 def use_simpler_form(operator: str, backend: str) -> bool:

@@ -1,6 +1,8 @@
 """Computes operators and mixers by the CUDA and Triton kernels of mamba-ssm, causal-conv1d and
 flash-linear-attention: the fused backends."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -173,8 +175,7 @@ def gated_delta_rule(
     if seq_idx is not None:  # one row then holds all documents of the batch; bounds separate them
         assert initial_state is None and not return_last_state, "each document has a state"
         inputs = [t.flatten(0, 1).unsqueeze(0) for t in inputs]
-        is_bound = F.pad(attention.starts(seq_idx).flatten(), (0, 1), value=True)
-        bounds = is_bound.nonzero().flatten()
+        bounds = _document_bounds(seq_idx)
     y, last = chunk_gated_delta_rule(
         *inputs,
         initial_state=initial_state,
@@ -184,6 +185,14 @@ def gated_delta_rule(
     )
     y = y.view(v.shape)
     return (y, last) if return_last_state else y
+
+
+@functools.lru_cache(maxsize=1)
+def _document_bounds(seq_idx: Tensor) -> Tensor:
+    """Returns the places in the flattened batch where documents start, and the batch's end. The host waits for their
+    number, therefore all layers share the result."""
+    is_bound = F.pad(attention.starts(seq_idx).flatten(), (0, 1), value=True)
+    return is_bound.nonzero().flatten()
 
 
 def add_rms_norm(

@@ -161,7 +161,9 @@ class KernelSelector:
         record = self.record
         if not record.candidates:
             found = known.candidates(self.demanded, self.device, self.uses)
-            record.candidates = [Candidate(*names) for names in found]
+            for operator, backend in found:
+                simpler = known.demands_simpler_form(self.kernels, operator)
+                record.candidates.append(Candidate(operator, backend, simpler=simpler))
         record.use_simpler_forms()
         for candidate in record.candidates:
             if candidate.ended_starts >= MAX_ENDED_STARTS:

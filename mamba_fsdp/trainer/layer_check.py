@@ -260,7 +260,8 @@ class LayerCheck:
             self.synchronize()
         except RuntimeError:
             raise GpuLostError(
-                f"{rank_and_host()}: {message}, and the GPU is lost: start again"
+                f"{rank_and_host()}: {message}, and the GPU is lost: start again; if a model with Mamba-2 or Mamba-3 "
+                "loses it again, try kernels=ssd=triton-simpler"
             ) from error
         full = out_of_memory_message(error, rank_and_host())
         if full:

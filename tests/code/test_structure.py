@@ -136,23 +136,6 @@ def test_imports_of_our_own_name_files_that_are_there(project, files):
                 assert is_there, f"{path} imports {node.module}"
 
 
-def test_names_that_a_loop_of_a_kernel_changes_begin_with_tensors_of_their_own(project):
-    """Triton 3 takes a name for unchanged if a trip leaves it with the tensor that it began with, also as another name."""
-    for path in project.glob("mamba_fsdp/ops/*/triton_kernels.py"):
-        for function in ast.parse(path.read_text()).body:
-            changed = set()
-            for loop in ast.walk(function):
-                if isinstance(loop, ast.For):
-                    changed |= {node for node in ast.walk(loop) if isinstance(node, ast.Assign)}
-            names = {ast.unparse(node.targets[0]) for node in changed}
-            for node in ast.walk(function):
-                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
-                    begins_as_another = (
-                        node not in changed and ast.unparse(node.targets[0]) in names
-                    )
-                    assert not begins_as_another, f"{path.parent.name}: {ast.unparse(node)}"
-
-
 def test_the_library_is_small_enough_to_hold_in_ones_head(project):
     """In tokens without comments and docstrings."""
     count = 0

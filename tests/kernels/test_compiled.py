@@ -98,3 +98,20 @@ def test_scans_of_many_states_compile(version, d_state, project):
         found = Bounds(one.instructions, one.spills, one.stack)
         bounds = MANY_STATES[version, d_state]
         assert all(value <= most for value, most in zip(found, bounds)), (one.title, found)
+
+
+def test_no_loop_of_a_kernel_loses_a_variable(project):
+    """Triton 3's front end, see tests/support/carries.py. It lost the convolution's fourth tap in float32 so."""
+    try:
+        folder = triton_folder("3.6.0")
+    except OSError as why:
+        pytest.skip(str(why))
+    command = [sys.executable, "-m", "tests.support.carries"]
+    done = subprocess.run(
+        command, env=environment(folder), cwd=project, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["toy"] == ["old"]
+    assert report["launches"] > 30 and report["compared"] > 1000
+    assert report["suspicious"] == []

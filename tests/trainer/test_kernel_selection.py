@@ -15,8 +15,8 @@ import torch
 import mamba_fsdp
 from mamba_fsdp.errors import TransientError, UserError
 from mamba_fsdp.model.config import ModelConfig
-from mamba_fsdp.ops import conv, cpp, gdn, norm, scan, ssd
-from mamba_fsdp.ops.backends import BACKENDS, OPERATORS, REFERENCE
+from mamba_fsdp.ops import backends, conv, cpp, gdn, norm, scan, ssd
+from mamba_fsdp.ops.backends import BACKENDS, OPERATORS, REFERENCE, demands
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer import kernel_selection, layer_check
@@ -265,6 +265,22 @@ def test_a_simpler_form_is_taken_where_the_usual_one_is_wrong(tmp_path, monkeypa
     for _ in range(2):
         toy.causal_conv_silu = wrong
         assert choose(tmp_path / "run")[0].backends["conv"] == "cpp"
+
+
+@pytest.mark.usefixtures("few_positions")
+def test_a_simpler_form_can_be_demanded(tmp_path, monkeypatch):
+    """As SSD's for a GPU that is lost now and then; elsewhere there is none."""
+    assert demands("ssd=triton-simpler", ["ssd"]) == {"ssd": "triton"}
+    with pytest.raises(UserError, match="there is no backend of scan 'triton-simpler'"):
+        demands("scan=triton-simpler", ["scan"])
+    used = []
+    monkeypatch.setitem(backends.SIMPLER, "conv", ("cpp-simpler",))
+    monkeypatch.setattr(
+        conv.BACKENDS["cpp"], "use_simpler_form", lambda: used.append(1), raising=False
+    )
+    for kernels, count in (("conv=cpp", 0), ("conv=cpp-simpler", 1)):
+        chosen, _ = choose(tmp_path / kernels, kernels=kernels)
+        assert chosen.backends["conv"] == "cpp" and bool(used) == bool(count)
 
 
 @pytest.mark.usefixtures("few_positions")
