@@ -3,8 +3,8 @@ step with other settings.
 
 The step is forward, loss, backward, clipping and AdamW, in bf16 on fp32 weights: ours as training.py takes it, with our
 Triton kernels and with mamba-ssm's, theirs under autocast with mamba-ssm's and causal-conv1d's kernels. All start from
-the same weights and see the same batch; a first loss unlike ours is noted. In each round each model in turn is built,
-warmed up, timed and dropped, so that peak memory is its own. MFU is the model's FLOPs (mamba_fsdp/model/spec.py) over
+the same weights and see the same batch; a first loss unlike ours is noted. Each model in turn is built,
+warmed up, timed and dropped, so that peak memory is its own; its row is there at once. MFU is the model's FLOPs (mamba_fsdp/model/spec.py) over
 the device's dense bf16 peak.
 """
 
@@ -31,7 +31,6 @@ from mamba_fsdp.settings.train_config import TrainConfig
 
 TINY = dict(layers="mamba1,mamba2", d_model=64, n_layer=2, vocab_size=250, d_state=16, headdim=32)
 SHAPES = ((8, 2048), (4, 4096))  # (batch, length)
-ROUNDS = 2
 WARM_UP = 2
 STEPS = 5
 LONGEST = 10  # seconds of a compiled step; a slower model would take the others' time
@@ -76,9 +75,9 @@ def transformers_step(settings: TrainConfig, device: torch.device) -> Step:
 OURS = partial(our_step, preferred="triton")
 PEERS: dict[str, Build] = {
     "ours": OURS,
-    "ours, fused": our_step_in_fused,
     "mamba_ssm": mamba_ssm_step,
     "transformers": transformers_step,
+    "ours, fused": our_step_in_fused,
 }
 # Ours with other settings, each with ours in turn. The compiled one is last: torch 2.2 compiles each block again.
 OTHER_SETTINGS: tuple[dict[str, Build], ...] = (
@@ -182,38 +181,37 @@ def compare(
     )
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (batch, length + 1), generator=generator).to(device)
-    first: dict[str, float] = {}
-    seconds: dict[str, list[float]] = {title: [] for title in builds}
-    peaks: dict[str, float] = {}
-    notes: dict[str, str] = {}
-    for _ in range(ROUNDS):
-        for title, build in builds.items():
-            plain_loss = loss.on_device  # which use_torch_compile replaces
-            try:
-                first[title], taken = time_steps(build(settings, device), tokens)
-                seconds[title] += taken
-            except Exception as error:
-                notes[title] = f"{type(error).__name__}: {first_line(error)}"
-            loss.on_device = plain_loss
-            gc.collect()  # models and what they saved for the backward pass refer to each other
-            peaks[title] = forget_peak(device)
-    for title in builds:
+    ours = 0.0  # seconds of a step
+    our_loss = 0.0
+    for title, build in builds.items():
         row: Row = {"preset": name, "batch": batch, "length": length, "model": title}
         row |= dict.fromkeys(("tokens/s", "x ours", "MFU", "peak GiB", "note"), "-")
-        if title in notes:
-            yield row | {"note": notes[title]}
+        plain_loss = loss.on_device  # which use_torch_compile replaces
+        seconds = 0.0
+        try:
+            first, taken = time_steps(build(settings, device), tokens)
+            seconds = statistics.median(taken)
+        except Exception as error:
+            row["note"] = f"{type(error).__name__}: {first_line(error)}"
+        loss.on_device = plain_loss
+        gc.collect()  # models and what they saved for the backward pass refer to each other
+        peak = forget_peak(device)
+        if not seconds:
+            yield row
             continue
-        rate = batch * length / statistics.median(seconds[title])
-        row |= {"tokens/s": f"{rate:,.0f}", "peak GiB": f"{peaks[title]:.1f}"}
+        if title == "ours":
+            ours = seconds
+            our_loss = first
+        rate = batch * length / seconds
+        row |= {"tokens/s": f"{rate:,.0f}", "peak GiB": f"{peak:.1f}"}
         if device.type == "cuda":
             peak_flops = device_peak(torch.cuda.get_device_name())
             if peak_flops:
                 row["MFU"] = f"{rate * flops_per_token(config, length) / peak_flops:.1%}"
-        if "ours" not in notes:
-            ours = statistics.median(seconds["ours"])
-            row["x ours"] = f"{ours / statistics.median(seconds[title]):.2f}"
-            if abs(first[title] - first["ours"]) > 0.02:
-                row["note"] = f"not the same model: first loss {first[title]:.3f}"
+        if ours:
+            row["x ours"] = f"{ours / seconds:.2f}"
+            if abs(first - our_loss) > 0.02:
+                row["note"] = f"not the same model: first loss {first:.3f}"
         yield row
 
 

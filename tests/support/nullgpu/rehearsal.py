@@ -28,7 +28,7 @@ PARTS = (
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
-    layer_check.TIMED_ROUNDS = models.ROUNDS = models.STEPS = 1
+    layer_check.TIMED_ROUNDS = models.STEPS = 1
     values.POSITIONS = (608,)
     runs.use_caches = lambda folder: None
     runs.start = lambda words: Training(words, dict(os.environ), True)
