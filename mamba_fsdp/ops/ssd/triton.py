@@ -19,6 +19,7 @@ why_unavailable = triton.why_unavailable
 _NARROW = {"P": 32, "num_warps": 4, "num_stages": 2}
 SWEEP = {
     (8, 0): _NARROW,
+    (9, 0): _NARROW | {"P": 64, "num_stages": 1},
     (10, 0): _NARROW | {"P": 64, "num_stages": 1},
     (12, 0): _NARROW | {"num_stages": 1},
 }
