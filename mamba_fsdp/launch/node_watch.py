@@ -152,6 +152,10 @@ class NodeWatch:
             self.connected.pop(node, None)
         self._confirm_loss(node, time.time() - silent_for)
 
+    def responds(self, node: str) -> bool:
+        """Returns whether a node responds to an attempt to connect."""
+        return is_reachable(self.addresses.get(node, node), self.port)
+
     def _await_guards(self) -> None:
         time.sleep(GUARD_START_SECONDS)
         for node in self.nodes_without_guard():
@@ -164,7 +168,7 @@ class NodeWatch:
         failed = 0
         self.suspects.add(node)
         while not self.is_over and failed < MAX_CONNECT_ATTEMPTS:
-            if is_reachable(self.addresses.get(node, node), self.port):
+            if self.responds(node):
                 failed = 0
                 self.suspects.discard(node)
                 time.sleep(RECHECK_SECONDS)

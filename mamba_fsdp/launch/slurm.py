@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from datetime import datetime
-from typing import Collection, Dict, List, NamedTuple, Optional, Sequence, Set
+from typing import Callable, Collection, Dict, List, NamedTuple, Optional, Sequence, Set
 
 from mamba_fsdp.launch.host import (
     Environment,
@@ -247,12 +247,15 @@ def nodes_down(nodes: Sequence[str]) -> List[str]:
     return [node for node in nodes if node in down.split()]
 
 
-def wait_until_down(nodes: Sequence[str]) -> None:
-    """Waits until Slurm considers the nodes down, because it would otherwise assign them to the
-    job's next start.
+def wait_until_known(nodes: Sequence[str], responds: Callable[[str], bool]) -> None:
+    """Waits until Slurm considers each of the nodes down, or the node responds again. Until then
+    Slurm would assign lost nodes to the job's next start.
     """
     end = time.monotonic() + MAX_SLURMD_TIMEOUT
-    while time.monotonic() < end and set(nodes_down(nodes)) != set(nodes):
+    while time.monotonic() < end:
+        down = nodes_down(nodes)
+        if all(node in down or responds(node) for node in nodes):
+            return
         time.sleep(5)
 
 
@@ -282,11 +285,11 @@ def has_other_nodes(count: int, left_out: Collection[str]) -> bool:
 
 
 def release_nodes(job: Job, kept: Sequence[str]) -> bool:
-    """Returns all nodes of the job to Slurm except `kept`. Returns whether Slurm accepted that.
+    """Gives all nodes of the job back to Slurm except `kept`. Returns whether Slurm accepted that.
 
-    Without this, Slurm kills the steps of the job once it notices that a node is down. If the job
-    is queued again before that, Slurm 22.05 never starts it (BadConstraints). Slurm refuses to
-    release the node of the job's script.
+    A job that is queued again while it has a lost node that Slurm does not know to be down is never
+    started by Slurm 22.05 (BadConstraints). Slurm refuses to take back the node of the job's
+    script, and without accounting it accepts only one change of the nodes.
     """
     # scontrol writes two scripts to its working directory, so that is a temporary folder.
     with tempfile.TemporaryDirectory() as folder:

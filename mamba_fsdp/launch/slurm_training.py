@@ -94,10 +94,8 @@ def train_in_slurm(args: List[str], variables: Variables) -> int:
     if decision.action is Action.END:
         return decision.exit_code
     left_out = training.pool.left_out
-    lost = list(training.watch.lost)
-    if lost and not slurm.has_other_nodes(len(training.job.nodes), left_out):
-        print_line("waiting    until Slurm has marked {} as down".format(", ".join(lost)))
-        slurm.wait_until_down(lost)
+    if training.watch.lost:
+        training.release_lost_nodes()
     if slurm.requeue_job(training.job, left_out):
         return decision.exit_code
     print_line("error: Slurm refused to queue the job again; sbatch the same command to resume")
@@ -545,11 +543,23 @@ class SlurmTraining:
             else:
                 silence = time.time() - last_seen
                 self.leave_out(node, LOST, f"it has not responded for {silence:.0f} s", last_seen)
-            kept = [name for name in self.job.nodes if name not in self.watch.lost]
             slurm.kill_steps_on(self.job, node)
-            slurm.release_nodes(self.job, kept)
             if node in self.busy_nodes:
                 self.supervisor.abort_for_lost_node()
+
+    def release_lost_nodes(self) -> None:
+        """Gives the lost nodes back to Slurm, so that it can queue the job again.
+
+        Waits until Slurm has noticed the loss, or the nodes respond again, if Slurm does not take
+        the nodes back, or if it has too few others and would assign them to the next start.
+        """
+        lost = list(self.watch.lost)
+        kept = [node for node in self.job.nodes if node not in lost]
+        is_released = slurm.release_nodes(self.job, kept)
+        if is_released and slurm.has_other_nodes(len(self.job.nodes), self.pool.left_out):
+            return
+        print_line("waiting    until Slurm has marked {} as down".format(", ".join(lost)))
+        slurm.wait_until_known(lost, self.watch.responds)
 
     def check_for_losses(self) -> None:
         """Raises NodeLost if the ranks failed because a node is lost."""
