@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.model.lm import MambaLM
+from mamba_fsdp.model.lm import MambaLM, States
 
 
 @torch.no_grad()
@@ -36,17 +36,18 @@ def generate(
     assert shortest > 0, "generation continues at least one token"
 
     end = longest + length
-    state = model.allocate_state(batch, end - 1)
-    logits = model.prefill(prompts[:, :shortest], state)
+    read = prompts[:, :shortest]
+    states: States = []
     for position in range(shortest, end):
+        ends = torch.full((batch,), read.shape[1] - 1, device=prompts.device)
+        logits, states = model(read, states, ends=ends)
         logits = logits[:, : model.config.vocab_size].float()
         tokens = draw(logits, temperature, top_k, top_p, generator)
         if position < longest:
             given = prompts[:, position]
             tokens = torch.where(given < 0, tokens, given)
         yield tokens
-        if position + 1 < end:
-            logits = model.step(tokens, state)
+        read = tokens[:, None]
 
 
 def draw(

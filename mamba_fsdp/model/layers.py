@@ -4,7 +4,7 @@ parameters.
 Each mixer maps x (batch, length, d_model) to a tensor of the same shape. It can be called in three ways:
 
     In training, with `seq_idx` (see mamba_fsdp/ops) and its `documents` (see ops/attention).
-    In generation, with the `state` after the earlier positions, and the `position` of the first token of x.
+    With the `state` after the earlier positions, an empty dict before the first one. The mixer replaces its tensors.
     With context parallelism, after its `context` has been set (see parallel/context.py). x is then this rank's part of
     the sequence, but seq_idx covers the whole sequence.
 
@@ -106,22 +106,21 @@ class SSM(Sublayer):
         seq_idx: Tensor | None = None,
         documents: Documents | None = None,
         state: MixerState | None = None,
-        position: int = 0,
     ) -> Tensor:
         if self.context:
             return self.forward_context_parallel(x, seq_idx)
-        if self.whole_mixer_operator in self.backends and not state:
+        if self.whole_mixer_operator in self.backends and state is None:
             return self.run_whole_mixer(self.project_in(x, self.in_proj), seq_idx)
         x, *rest = self.project(x)
         seen = 0
         entering = None
-        if state and position:
-            seen = min(position, state["conv"].shape[1])
-            entering = state["ssm"]
-            x = torch.cat([state["conv"][:, -seen:], x], dim=1)
         if state:
-            last = x[:, -state["conv"].shape[1] :]
-            state["conv"][:, -last.shape[1] :] = last
+            seen = state["conv"].shape[1]
+            entering = state["ssm"]
+            x = torch.cat([state["conv"], x], dim=1)
+        if state is not None:
+            width = self.conv1d.weight.shape[2]
+            state["conv"] = x[:, 1 - width :].clone()  # a view would keep all inputs in memory
         x = causal_conv_silu(
             x,
             self.conv1d.weight,
@@ -135,9 +134,9 @@ class SSM(Sublayer):
             *self.scan_inputs(x, *rest),
             seq_idx=seq_idx,
             initial_state=entering,
-            return_last_state=bool(state),
+            return_last_state=state is not None,
         )
-        if state:
+        if state is not None:
             y, state["ssm"] = y
         return self.project_out(y, *rest)
 
@@ -163,15 +162,6 @@ class SSM(Sublayer):
 
     def A(self) -> Tensor:
         return NegativeExp.apply(self.A_log.to(compute_type(self.A_log)))
-
-    def allocate_state(
-        self, batch: int, max_length: int, dtype: torch.dtype, device: torch.device
-    ) -> MixerState:
-        channels, _, width = self.conv1d.weight.shape
-        last_inputs = torch.zeros(batch, width - 1, channels, dtype=dtype, device=device)
-        shape = (batch, *self.state_shape())
-        state = torch.zeros(shape, dtype=compute_type(last_inputs), device=device)
-        return {"conv": last_inputs, "ssm": state}
 
 
 class Mamba1(SSM):
@@ -374,7 +364,6 @@ class Mamba3(Mamba2):
         seq_idx: Tensor | None = None,
         documents: Documents | None = None,
         state: MixerState | None = None,
-        position: int = 0,
     ) -> Tensor:
         config = self.config
         rows = list(self.rows.values())
@@ -423,18 +412,18 @@ class Mamba3(Mamba2):
             chunk_size=config.chunk_size,
             seq_idx=seq_idx,
             initial_state=entering,
-            return_last_state=bool(state or self.context),
+            return_last_state=state is not None or bool(self.context),
             backend=self.backends["ssd"],
         )
         if self.context:
             y, last = y
             decays = running_sums(-decay).exp() * continues.unsqueeze(2)
             y = y + self.output_of_earlier_ranks(x, B, C, decays, former_weight[:, 0], last)
-        if state:
+        if state is not None:
             y, state["ssm"] = y
-            state["angle"] = angle[:, -1]
-            state["B"] = B[:, -1]
-            state["x"] = x[:, -1]
+            state["angle"] = angle[:, -1].clone()  # a view would keep all positions in memory
+            state["B"] = B[:, -1].clone()
+            state["x"] = x[:, -1].clone()
         y = y + own_output.unsqueeze(3) * x
         return self.out_proj((y.flatten(2) * F.silu(z)).to(z.dtype))
 
@@ -457,17 +446,6 @@ class Mamba3(Mamba2):
         x = x.unflatten(-1, (config.ngroups, -1))
         x = rms_norm(x, norm.weight, config.norm_eps, compute_type(x))
         return x.repeat_interleave(config.n_ssm_head // config.ngroups, dim=2) + bias.squeeze(1)
-
-    def allocate_state(
-        self, batch: int, max_length: int, dtype: torch.dtype, device: torch.device
-    ) -> MixerState:
-        """Returns the initial state, all zeros: the state of the recurrence, and the angles, B and x of the previous
-        position. Each of the last three is a single zero per head, (batch, heads, 1), that broadcasts over the
-        channels."""
-        real = torch.promote_types(dtype, torch.float32)
-        ssm = torch.zeros(batch, *self.state_shape(), dtype=real, device=device)
-        zero = ssm[..., 0, :1]
-        return {"ssm": ssm, "angle": zero, "B": zero, "x": zero}
 
 
 class GatedDeltaNet(SSM):
@@ -541,9 +519,9 @@ class Attention(Sublayer):
         seq_idx: Tensor | None = None,
         documents: Documents | None = None,
         state: MixerState | None = None,
-        position: int = 0,
     ) -> Tensor:
         config = self.config
+        position = state["k"].shape[1] if state else 0
         if self.context:
             position = self.context.rank * x.shape[1]
         end = position + x.shape[1]
@@ -562,10 +540,14 @@ class Attention(Sublayer):
         rotation = (places, config.resolved_rotary_dim, config.rope_theta, config.rope, end)
         q, k = (rotary(t, *rotation) for t in (q, k))
         if state:
-            state["k"][:, position:end] = k
-            state["v"][:, position:end] = v
-            k = state["k"][:, :end]
-            v = state["v"][:, :end]
+            k = torch.cat([state["k"], k], dim=1)
+            v = torch.cat([state["v"], v], dim=1)
+            if (
+                x.shape[1] > 1
+            ):  # the last positions have queries; a single query needs no description
+                documents = Documents([end] * len(x), [x.shape[1]] * len(x))
+        if state is not None:
+            state |= {"k": k, "v": v}
         if self.context:
             k_and_v = self.context.gather_sequence(torch.cat([k, v], dim=2))
             k, v = k_and_v[:, :end].chunk(2, dim=2)
@@ -573,12 +555,6 @@ class Attention(Sublayer):
         if config.attention_gate:
             y = y * torch.sigmoid(gate)
         return self.out_proj(y.flatten(2))
-
-    def allocate_state(
-        self, batch: int, max_length: int, dtype: torch.dtype, device: torch.device
-    ) -> MixerState:
-        shape = (batch, max_length, self.config.n_kv_head, self.config.resolved_head_dim)
-        return {name: torch.zeros(shape, dtype=dtype, device=device) for name in ("k", "v")}
 
 
 def positions_in_document(length: int, seq_idx: Tensor | None, device: torch.device) -> Tensor:
@@ -601,9 +577,6 @@ class MLP(Sublayer):
             return self.fc2(F.relu(y).square())
         y, gate = y.chunk(2, dim=-1)
         return self.fc2(y * F.silu(gate))
-
-    def allocate_state(self, *_: Any) -> MixerState:
-        return {}
 
 
 MIXERS = {

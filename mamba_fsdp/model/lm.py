@@ -18,6 +18,8 @@ from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.ops.loss import linear_cross_entropy
 from mamba_fsdp.ops.norm import add_rms_norm
 
+States = list[dict[str, MixerState]]  # of each layer, by the name of the mixer's module
+
 
 class Block(nn.Module):
     """One layer of the model: a norm, then one mixer or two side by side. If the layer has an MLP, norm2 and the MLP
@@ -53,27 +55,20 @@ class Block(nn.Module):
         seq_idx: Tensor | None = None,
         documents: Documents | None = None,
         state: dict[str, MixerState] | None = None,
-        position: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Returns the next (hidden, residual), both (batch, length, d_model). `residual` is fp32. The next block or the
-        final norm adds `hidden` to it."""
+        final norm adds `hidden` to it. state: of each mixer, by the name of its module; it is updated."""
         hidden, residual = self.add_norm(hidden, residual, self.norm)
         outputs = []
         for name in self.mixer_names:
             mixer = getattr(self, name)
-            mixer_state = state and state[name]
-            outputs.append(
-                mixer.forward_with_multipliers(hidden, seq_idx, documents, mixer_state, position)
-            )
+            mixer_state = None if state is None else state[name]
+            outputs.append(mixer.forward_with_multipliers(hidden, seq_idx, documents, mixer_state))
         hidden = self.norm_output(reduce(torch.add, outputs), self.norm)
         if self.mlp is not None:
             hidden, residual = self.add_norm(hidden, residual, self.norm2)
             hidden = self.norm_output(self.mlp.forward_with_multipliers(hidden), self.norm2)
         return hidden, residual
-
-    def allocate_state(self, *sizes: Any) -> dict[str, MixerState]:
-        """Returns the initial state of each mixer, by the name of its module."""
-        return {name: getattr(self, name).allocate_state(*sizes) for name in self.mixer_names}
 
     def add_norm(
         self, hidden: Tensor, residual: Tensor | None, norm: nn.Module
@@ -139,13 +134,30 @@ class MambaLM(nn.Module):
     def forward(
         self,
         tokens: Tensor,
+        states: States | None = None,
         labels: Tensor | None = None,
         seq_idx: Tensor | None = None,
         weights: Tensor | None = None,
         documents: Documents | None = None,
         ends: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Any:
         """Returns the logits (batch, length, padded vocabulary) in the compute dtype for tokens (batch, length) int64.
+
+        With `states`, it returns (that result, the states after these tokens), so that a long sequence can be read in
+        windows: `logits, states = model(first, [])`, then `logits, states = model(second, states)`. The results equal
+        those of one long window. An empty list starts a sequence. The given states are not changed. They carry
+        gradients, so detach them where backpropagation through time should end. With them, seq_idx must be None.
+
+        The states are a list with {name of a mixer's module: its state} for each layer. A state has the tensors
+
+            Mamba-1                "conv" (batch, d_conv - 1, channels), "ssm" (batch, d_inner, d_state)
+            Mamba-2                "conv" (batch, d_conv - 1, channels), "ssm" (batch, heads, headdim, d_state)
+            Mamba-3                "ssm" (batch, heads, headdim, d_state), and of the last position "x" (batch, heads,
+                                   headdim), "B" (batch, heads, d_state) and "angle" (batch, heads, angles)
+            Gated DeltaNet         "conv" (batch, d_conv - 1, channels), "ssm" (batch, heads, d_state, headdim)
+            attention              "k" and "v" (batch, positions so far, n_kv_head, head_dim)
+
+        "conv" contains the last inputs of the convolution, fewer at the beginning. "ssm" is in fp32 at least.
 
         With `ends` (batch,), it returns only the logits of one position per row, (batch, padded vocabulary). With
         `labels`, it returns the sum of the token losses in nats, an fp32 scalar.
@@ -157,37 +169,37 @@ class MambaLM(nn.Module):
         assert seq_idx is None or self.reset_at_documents, (
             "this model was not built to reset at documents"
         )
-        hidden = self.final_norm(*self.run_blocks(tokens, seq_idx, documents))
-        if labels is not None:
-            return self.loss(hidden, labels, weights)
+        if states is not None:
+            assert seq_idx is None, "a model reads states or documents, not both"
+            layers = states or [
+                {name: {} for name in block.mixer_names} for block in self.backbone.layers
+            ]
+            states = [{name: dict(layer[name]) for name in layer} for layer in layers]
+        hidden = self.final_norm(*self.run_blocks(tokens, seq_idx, documents, states))
         if ends is not None:
             hidden = hidden[torch.arange(len(ends), device=ends.device), ends]
-        return self.lm_head(hidden)
+        if labels is None:
+            result = self.lm_head(hidden)
+        else:
+            result = self.loss(hidden, labels, weights)
+        return result if states is None else (result, states)
 
     def run_blocks(
         self,
         tokens: Tensor,
         seq_idx: Tensor | None = None,
         documents: Documents | None = None,
-        state: dict[str, Any] | None = None,
+        states: States | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns (hidden, residual) after all blocks, both (batch, length, d_model). With a `state`, the tokens
-        continue the earlier ones, the state is updated in place, and seq_idx must be None."""
+        """Returns (hidden, residual) after all blocks, both (batch, length, d_model). states: of each layer, see
+        `forward`. They are updated, and seq_idx must be None."""
         hidden = F.embedding(tokens, self.backbone.embedding.weight)
         residual = None
-        position = 0
         if seq_idx is not None and documents is None:
             documents = Documents.of(seq_idx)
         hidden = multiply(hidden.to(self.compute_dtype), self.config.multiplier("embedding"))
-        if state:
-            position = state["position"]
-            state["position"] += tokens.shape[1]
-            assert state["position"] <= state["max_length"], (
-                f"the state has room for {state['max_length']} positions"
-            )
-        layer_states = state["layers"] if state else repeat(None)
-        for block, layer_state in zip(self.backbone.layers, layer_states):
-            hidden, residual = block(hidden, residual, seq_idx, documents, layer_state, position)
+        for block, state in zip(self.backbone.layers, states or repeat(None)):
+            hidden, residual = block(hidden, residual, seq_idx, documents, state)
         return hidden, residual
 
     def loss(
@@ -223,24 +235,3 @@ class MambaLM(nn.Module):
     def fp32_parameter_names(self) -> set[str]:
         """Returns the names of the parameters that stay in fp32 in every precision mode."""
         return {name for name, parameter in spec.parameters(self.config).items() if parameter.fp32}
-
-    def allocate_state(self, batch: int, max_length: int) -> dict[str, Any]:
-        """Returns the initial state for `prefill` and `step`. Only the caches of attention layers grow with
-        `max_length`."""
-        device = self.backbone.embedding.weight.device
-        layers = [
-            block.allocate_state(batch, max_length, self.compute_dtype, device)
-            for block in self.backbone.layers
-        ]
-        return {"position": 0, "max_length": max_length, "layers": layers}
-
-    def prefill(self, tokens: Tensor, state: dict[str, Any]) -> Tensor:
-        """Reads a prompt, tokens (batch, length), and returns the logits after its last token, (batch, padded
-        vocabulary). Updates the state in place."""
-        hidden, residual = self.run_blocks(tokens, state=state)
-        return self.lm_head(self.final_norm(hidden[:, -1], residual[:, -1]))
-
-    def step(self, tokens: Tensor, state: dict[str, Any]) -> Tensor:
-        """Reads one more token per row, tokens (batch,), and returns the logits after it, (batch, padded vocabulary).
-        Updates the state in place."""
-        return self.prefill(tokens[:, None], state)

@@ -10,7 +10,8 @@ Train a Mamba language model. The same command again resumes it after a stop.
   ./1.train.sbatch [--config=FILE.yaml] [--SETTING=VALUE ...]   on all devices
   python training.py ...                                        on one device
 
---config takes a file or a ready run: demo, wikitext103, mambaoutai, bamba-9b.
+--config takes a file or a ready run: demo, wikitext103, mambaoutai, bamba-9b,
+nemotron-3-nano-4b.
 --dry_run prints the model, the memory that it needs and where the run would
 start, then exits. The command line overrides --config, --config overrides the
 recipe of --model_name, and the recipe overrides the defaults, shown after the =

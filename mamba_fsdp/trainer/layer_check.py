@@ -175,16 +175,15 @@ class LayerCheck:
         whole_rows = torch.zeros(rows.batch, whole, dtype=torch.int32, device=self.device)
         seq_idx = None
         documents = None
-        state = None
-        if self.seq_idx and not rows.before:
+        states = None
+        if rows.before:
+            _, states = model(tokens[:, : rows.before], [])
+        elif self.seq_idx:
             whole_rows += torch.arange(whole, device=self.device) * 3 // whole
             seq_idx = whole_rows
-        if rows.before:
-            state = model.allocate_state(rows.batch, length)
-            model.run_blocks(tokens[:, : rows.before], state=state)
-        if rows.before or self.context:
+        if self.context:
             documents = Documents.asked_by_last(whole_rows, rows.positions)
-        output = model.final_norm(*model.run_blocks(own, seq_idx, documents, state))
+        output = model.final_norm(*model.run_blocks(own, seq_idx, documents, states))
         results = {f"output {rows}": output.detach()}
         if torch.is_grad_enabled():
             model.loss(output, own).backward()

@@ -1,4 +1,4 @@
-"""Generation with a state: reading a prompt at once and then single tokens gives the logits of a full forward pass."""
+"""A sequence that is read in windows, with the states that each window returns, gives what one long window gives."""
 
 import pytest
 import torch
@@ -6,26 +6,59 @@ import torch
 from tests.support.models import FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
+LENGTH = 41
+# Windows of single tokens, as in generation; windows that are shorter than the convolution; and uneven ones.
+WINDOWS = {
+    "tokens": [1] * LENGTH,
+    "prompt": [33] + [1] * 8,
+    "short": [1, 2, 2, 36],
+    "long": [20, 21],
+}
+
+
+def read_windows(model, tokens, lengths, **options):
+    """Returns the result of each window, and the states after the last one."""
+    results = []
+    states = []
+    for window in tokens.split(lengths, dim=1):
+        result, states = model(window, states, **options)
+        results.append(result)
+    return results, states
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("prompt", [0, 1, 2, 33])
+@pytest.mark.parametrize("lengths", WINDOWS.values(), ids=WINDOWS)
 @torch.no_grad()
-def test_prompt_and_steps_equal_the_full_forward(family, prompt):
-    """The cases are: no prompt, prompts that are shorter than the convolution, and a longer prompt."""
+def test_windows_equal_one_long_window(family, lengths):
     model = small_model(family, compute_dtype=torch.float64).double()
-    tokens = some_tokens(2, 41)
-    state = model.allocate_state(2, 41)
-    logits = [model.prefill(tokens[:, :prompt], state)] if prompt else []
-    logits += [model.step(tokens[:, position], state) for position in range(prompt, 41)]
-    expected = model(tokens)[:, prompt - 1 if prompt else 0 :]
+    tokens = some_tokens(2, LENGTH)
+    logits, _ = read_windows(model, tokens, lengths)
     # The tolerance is not 1e-12, because rotary angles are fp32 in every precision.
-    torch.testing.assert_close(torch.stack(logits, dim=1), expected, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(torch.cat(logits, dim=1), model(tokens), rtol=1e-6, atol=1e-9)
 
 
-def test_more_tokens_than_the_cache_has_room_for_are_an_error():
-    model = small_model("llama")
-    state = model.allocate_state(1, 3)
-    model.prefill(torch.tensor([[1, 2, 3]]), state)
-    with pytest.raises(AssertionError, match="3 positions"):
-        model.step(torch.tensor([4]), state)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_flow_through_the_states(family):
+    """The gradients of the sum of the windows' losses are those of the long window's loss."""
+    model = small_model(family, compute_dtype=torch.float64).double()
+    tokens = some_tokens(2, LENGTH)
+    labels = some_tokens(2, LENGTH)
+    model(tokens, labels=labels).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    first, states = model(tokens[:, :23], [], labels=labels[:, :23])
+    second, _ = model(tokens[:, 23:], states, labels=labels[:, 23:])
+    (first + second).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-6, atol=1e-8)
+
+
+@torch.no_grad()
+def test_states_that_were_given_are_not_changed():
+    """So that several continuations of one text can start from the same states."""
+    model = small_model("hybrid")
+    tokens = some_tokens(1, 12)
+    _, states = model(tokens[:, :6], [])
+    first, _ = model(tokens[:, 6:], states)
+    again, _ = model(tokens[:, 6:], states)
+    assert torch.equal(first, again)

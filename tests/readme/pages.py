@@ -44,6 +44,12 @@ NOT_RUN = {
         "network: tests/inference/test_tasks.py",
         ".venv/bin/lm_eval": "its tasks come from the network",
     },
+    "docs/models.md": {
+        "hf download": "it comes from the network",
+        ".venv/bin/python get_dataset.py mytexts data/mine-nemotron": "it needs that tokenizer",
+        "sbatch 1.train.sbatch --config=nemotron-3-nano-4b": "it needs GPUs: tests/trainer/test_starting_point.py",
+        ".venv/bin/mamba-fsdp export runs/nemotron": "it needs that run: tests/trainer/test_starting_point.py",
+    },
     "docs/tuning.md": {".venv/bin/python -m pip install": "pip installs from the network"},
     "docs/image.md": {
         "docker build": "CI has no Docker: tests/container/test_image.py",

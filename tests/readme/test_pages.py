@@ -61,6 +61,7 @@ trainer:
 general: {project_name: mamba-science, full_name: mambaoutai, window_size: 10, clipping_threshold: 1.0,
           position_weighting: true}
 """
+SAVED_AS = ("tune.py", "windows.py")  # the names under which pages have Python saved
 
 
 def make_aws(fsx, random):
@@ -171,9 +172,12 @@ def test_every_command_works(page, desk, monkeypatch):
     shell = Shell(desk)
     for command in commands_to_run(page):
         if command.language == "python":
-            (desk / "tune.py").write_text(command.text)
+            for name in SAVED_AS:
+                (desk / name).write_text(command.text)
             continue
-        text = command.text.replace("/fsx", str(fsx)).replace(" tune.py", f" {desk}/tune.py")
+        text = command.text.replace("/fsx", str(fsx))
+        for name in SAVED_AS:
+            text = text.replace(f" {name}", f" {desk}/{name}")
         for setting, words in SHORTER.items():
             if setting in text:
                 text = f"{text} {shlex.join(words)}"

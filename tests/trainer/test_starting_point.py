@@ -2,12 +2,23 @@
 
 import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
+import torch
+import transformers
+import yaml
 
+import mamba_fsdp
 from mamba_fsdp.errors import UserError
+from mamba_fsdp.interop.convert import write_model
+from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.run.records import read_status
 from mamba_fsdp.trainer.run_folder import RunFolder
+from tests.support.small_models import model_of
+
+TESTS = Path(__file__).parents[1]
+TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
 
 
 def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch):
@@ -88,3 +99,44 @@ def test_what_the_shape_of_the_weights_rules_out_is_refused(train, tmp_path):
     with pytest.raises(UserError, match="context_parallel=2: Gated DeltaNet .* leave it at 1"):
         train(tmp_path / "run", init_from=tmp_path / "gdn", context_parallel=2)
     assert read_status(tmp_path / "run")["status"] == "failed"
+
+
+@pytest.mark.skipif(not TRANSFORMERS_5, reason="transformers 4 has no Nemotron-H")
+def test_a_dense_nemotron_hybrid_is_imported_trained_on_and_exported(corpus, tmp_path):
+    """A small copy with the published pattern of layers; docs/models.md describes the same with the published model."""
+    published = yaml.safe_load((TESTS / "interop/published.yaml").read_text())
+    sizes = dict(
+        hidden_size=32, intermediate_size=40, vocab_size=64, ssm_state_size=8, chunk_size=8
+    )
+    sizes |= dict(mamba_num_heads=6, mamba_head_dim=8, n_groups=2)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    # NVIDIA's own code uses time_step_min for initial values alone, so that it has no effect on trained weights.
+    sizes |= dict(time_step_min=1e-9)
+    described = {**published["nemotron-3-nano-4b"]["config"], **sizes}
+    original = transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**described)).eval()
+    original.save_pretrained(tmp_path / "original")
+
+    def check_logits(expected, source):
+        weights = read_weights(source)
+        assert weights.config.n_layer == 42
+        tokens = torch.randint(0, 64, (2, 30))
+        with torch.no_grad():
+            ours = model_of(weights.config, weights.get)(tokens)
+            logits = expected(tokens, use_cache=False).logits
+        torch.testing.assert_close(ours, logits, rtol=1e-4, atol=1e-4)
+
+    check_logits(original, tmp_path / "original")
+    mamba_fsdp.train(
+        dataset_path=corpus,
+        save_ckpt_path=tmp_path / "run",
+        init_from=tmp_path / "original",
+        seq_length=32,
+        batch_size=2,
+        num_steps=2,
+    )
+    write_model(tmp_path / "run", tmp_path / "exported")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    assert type(exported) is type(original)
+    check_logits(exported, tmp_path / "run")
+    heads = [model.get_parameter("lm_head.weight") for model in (original, exported)]
+    assert not torch.equal(*heads), "training changes the weights"
