@@ -152,8 +152,14 @@ def read_mounts(environ: Mapping[str, str]) -> List[str]:
 
 
 def choose_venv() -> Environment:
-    """Returns the environment in .venv. Raises LaunchError if it does not exist or is incomplete."""
+    """Returns the environment in .venv. Raises LaunchError if it does not exist, is incomplete or
+    belongs to a user who does not let others read it.
+    """
     venv = os.path.join(PROJECT, ".venv")
+    if os.path.isdir(venv) and not os.access(venv, os.R_OK | os.X_OK):
+        raise LaunchError(
+            f"the environment {venv} can't be read by this user; its owner can allow it: chmod -R a+rX {venv}"
+        )
     python = os.path.join(venv, "bin", "python")
     if not os.access(python, os.X_OK):
         raise LaunchError(f"the environment {venv} does not exist; create it: ./0.create_env.sh")

@@ -97,7 +97,7 @@ def check_loopback() -> None:
     except OSError as error:
         raise UserError(
             f"the ranks can't connect through the loopback interface of this machine, {LOOPBACK} ({error.strerror}); "
-            "enable it: ip link set lo up"
+            "enable it: ip link set lo up; if it has no such address: ip addr add 127.0.0.1/8 dev lo"
         ) from None
 
 

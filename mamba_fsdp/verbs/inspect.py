@@ -151,7 +151,7 @@ def _show_settings(run: Path) -> None:
     if settings:
         print_field(
             "progress",
-            f"{newest_step(run):,} of {settings.value('num_steps')} steps are saved, "
+            f"{newest_step(run)} of {settings.value('num_steps')} steps are saved, "
             f"learning rate {settings.optimizer.learning_rate:g}",
         )
         print_field("model", describe_model(settings.model))

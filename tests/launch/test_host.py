@@ -89,3 +89,11 @@ def test_an_environment_without_its_python_reads_no_settings(here):
     assert host.find_settings_python() == str(python)
     python.unlink()
     assert host.find_settings_python() != str(python)
+
+
+def test_an_environment_that_only_its_owner_can_read_is_not_called_missing(here, monkeypatch):
+    """Root can read everything, so the system's answer is replaced."""
+    venv = str(here / ".venv")
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(venv))
+    with pytest.raises(LaunchError, match=re.escape(f"chmod -R a+rX {venv}")):
+        host.choose_venv()

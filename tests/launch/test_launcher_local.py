@@ -269,6 +269,11 @@ NAMELESS = 'hostname no-such-name; exec "$@"'
 NETWORKS = {  # command that makes the network: error message, if any
     ("unshare", "--uts", "--net", "bash", "-c", "ip link set lo up; " + NAMELESS, ""): "",
     ("unshare", "--uts", "--net", "bash", "-c", NAMELESS, ""): "enable it: ip link set lo up",
+    (
+        *("unshare", "--uts", "--net", "bash", "-c"),
+        "ip link set lo up; ip addr del 127.0.0.1/8 dev lo; " + NAMELESS,
+        "",
+    ): "if it has no such address: ip addr add 127.0.0.1/8 dev lo",
 }
 
 
