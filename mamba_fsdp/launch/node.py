@@ -82,7 +82,8 @@ def main(run: Path, args: list[str]) -> int:
         watcher.start()
         failure = agent.run_ranks(options, watcher)
     if watcher.request:
-        repair_status(run)  # ranks that the signal killed could not write their status
+        # Ranks that the signal killed could not write their status.
+        repair_status(run, "ended at once, on request")
         return 128 + watcher.request
     if failure:
         write_shared_json(folder / f"{failure.node}.json", asdict(failure))

@@ -91,11 +91,14 @@ def train_in_slurm(args: List[str], variables: Variables) -> int:
     except LaunchError:
         training.remove_files(is_final=True)
         raise
+    lost = list(training.watch.lost)
+    is_released = not lost or training.release_lost_nodes()
     if decision.action is Action.END:
         return decision.exit_code
     left_out = training.pool.left_out
-    if training.watch.lost:
-        training.release_lost_nodes()
+    if lost and not (is_released and slurm.has_other_nodes(len(training.job.nodes), left_out)):
+        print_line("waiting    until Slurm has marked {} as down".format(", ".join(lost)))
+        slurm.wait_until_known(lost, training.watch.responds)
     if slurm.requeue_job(training.job, left_out):
         return decision.exit_code
     print_line("error: Slurm refused to queue the job again; sbatch the same command to resume")
@@ -547,19 +550,12 @@ class SlurmTraining:
             if node in self.busy_nodes:
                 self.supervisor.abort_for_lost_node()
 
-    def release_lost_nodes(self) -> None:
-        """Gives the lost nodes back to Slurm, so that it can queue the job again.
-
-        Waits until Slurm has noticed the loss, or the nodes respond again, if Slurm does not take
-        the nodes back, or if it has too few others and would assign them to the next start.
+    def release_lost_nodes(self) -> bool:
+        """Gives the lost nodes back to Slurm at the end of this start, so that the job does not stay
+        in the state COMPLETING because of them. Returns whether Slurm accepted that.
         """
-        lost = list(self.watch.lost)
-        kept = [node for node in self.job.nodes if node not in lost]
-        is_released = slurm.release_nodes(self.job, kept)
-        if is_released and slurm.has_other_nodes(len(self.job.nodes), self.pool.left_out):
-            return
-        print_line("waiting    until Slurm has marked {} as down".format(", ".join(lost)))
-        slurm.wait_until_known(lost, self.watch.responds)
+        kept = [node for node in self.job.nodes if node not in self.watch.lost]
+        return slurm.release_nodes(self.job, kept)
 
     def check_for_losses(self) -> None:
         """Raises NodeLost if the ranks failed because a node is lost."""

@@ -279,10 +279,11 @@ def read_status(run_folder: Path) -> dict[str, Any]:
     return status
 
 
-def repair_status(run_folder: Path) -> dict[str, Any]:
+def repair_status(run_folder: Path, stop_reason: str = "") -> dict[str, Any]:
     """Returns the status, see `read_status`, and corrects status.json if the run ended without writing its status.
 
-    The file stays as it is if another process has acquired the lease.
+    The file stays as it is if another process has acquired the lease. stop_reason: why somebody killed the run on
+    purpose; its status then becomes `stopped` instead of `failed`.
     """
     status = read_status(run_folder)
     lease = Lease(run_folder / LEASE)
@@ -290,7 +291,11 @@ def repair_status(run_folder: Path) -> dict[str, Any]:
         if status.get("status") == "failed" and lease.try_acquire():
             written = parse_object(read_bytes(run_folder / STATUS))
             if written.get("status") == "running":
-                write_status(run_folder, "failed", status["step"], status["reason"], lease.write)
+                if stop_reason:
+                    status |= {"status": "stopped", "reason": stop_reason}
+                write_status(
+                    run_folder, status["status"], status["step"], status["reason"], lease.write
+                )
     return status
 
 

@@ -125,6 +125,17 @@ def test_a_run_that_could_not_write_its_end_is_not_called_running(tmp_path, star
     assert events == ([7] if status == "failed" else [])
 
 
+def test_a_run_that_was_killed_on_request_is_stopped(tmp_path):
+    """A run that ended by itself keeps its own status."""
+    records.write_status(tmp_path, "running", 0)
+    left_by(tmp_path, **asdict(Holder.this_process()) | {"started": 1})
+    records.repair_status(tmp_path, "ended at once, on request")
+    status = records.read_status(tmp_path)
+    assert (status["status"], status["reason"]) == ("stopped", "ended at once, on request")
+    records.write_status(tmp_path, "finished", 3)
+    assert records.repair_status(tmp_path, "on request")["status"] == "finished"
+
+
 def test_a_folder_without_a_status_has_none(tmp_path):
     assert records.read_status(tmp_path) == {}
     (tmp_path / "status.json").write_text('{"sta')
