@@ -69,7 +69,7 @@ def test_words_and_bytes_are_counted_in_the_predicted_text(model, monkeypatch):
     assert whole.word_perplexity == pytest.approx(math.exp(whole.loss * whole.tokens / whole.words))
     bits = whole.loss * whole.tokens / math.log(2)
     assert whole.bits_per_byte == pytest.approx(bits / whole.bytes)
-    monkeypatch.setattr(text, "DECODED_AT_ONCE", store.token_count // 3)
+    monkeypatch.setattr(text, "TOKENS_PER_CHUNK", store.token_count // 3)
     again = mamba_fsdp.evaluate(model, STORE, seq_length=32, stride=8)
     assert again.bytes == whole.bytes and again.loss != whole.loss
     assert whole.words <= again.words <= whole.words + 3  # a single document, split into words

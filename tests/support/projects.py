@@ -178,5 +178,5 @@ def shorten_the_corpus(folder):
 def shorten_the_silence(project):
     """Lets a new start wait only seconds for the lease of a killed one, instead of half a minute."""
     lease = project / "mamba_fsdp/run/lease.py"
-    edit(lease, "SECONDS_BETWEEN_RENEWALS = 5.0", "SECONDS_BETWEEN_RENEWALS = 0.2")
-    edit(lease, "SECONDS_OF_SILENCE = 30.0", "SECONDS_OF_SILENCE = 8.0")
+    edit(lease, "RENEWAL_SECONDS = 5.0", "RENEWAL_SECONDS = 0.2")
+    edit(lease, "EXPIRY_SECONDS = 30.0", "EXPIRY_SECONDS = 8.0")

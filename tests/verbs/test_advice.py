@@ -249,7 +249,7 @@ FOLLOWED = {
     ),
     f"{MINE} stray": ("written (--name=value)", MINE),
     f"{MINE} --schedule=polynomal": (r"one of .*(polynomial)", f"{MINE} --schedule={{0}}"),
-    f"{MINE} --context_parallel=2": (r"(change it)", MINE),
+    f"{MINE} --context_parallel=2": (r"(change) one of them", MINE),
     f"{MINE} --sharding_strategy=nope": (r"one of .*(fsdp)", f"{MINE} --sharding_strategy={{0}}"),
     f"{MINE} --save_interval=10ep": (r"as in (100ba)", f"{MINE} --save_interval={{0}}"),
     f"{MINE} --load_path=a": (
@@ -329,7 +329,11 @@ FOLLOWED = {
         r"has step_\d+, (step_\d+);",
         "export runs/demo/checkpoints/{0} out",
     ),
-    "export pickled.pth out": (r"alone: (.*)", "! {0}", "inspect pickled.pth.weights.pth"),
+    "export pickled.pth out": (
+        r"only its tensors: (.*)",
+        "! {0}",
+        "inspect pickled.pth.weights.pth",
+    ),
     "inspect exported/demo --verify": (
         "--verify is for (token stores), checkpoints and runs",
         "inspect data/builtin --verify",

@@ -35,8 +35,8 @@ def test_it_shows_its_functions_with_what_they_are_for():
     for name in public:
         function = getattr(mamba_fsdp, name)
         assert callable(function) and function.__doc__ and inspect.signature(function).parameters
-    assert "length: Largest number of tokens" in mamba_fsdp.generate.__doc__
-    assert "The same call again resumes" in pydoc.render_doc("mamba_fsdp.train")
+    assert "length: Maximum number of tokens" in mamba_fsdp.generate.__doc__
+    assert "Calling it again with the same settings resumes" in pydoc.render_doc("mamba_fsdp.train")
     with pytest.raises(AttributeError, match="has no attribute 'generates'"):
         _ = mamba_fsdp.generates
 
@@ -49,7 +49,11 @@ MISTAKES = [
     ("train", {"num_stepss": 3}, r"^num_stepss: .* \(in the call\); did you mean num_steps.$"),
     ("load", {"source": "~/no-such-run"}, "^/.*/no-such-run: there is no such file or folder"),
     ("evaluate", {"model": "a", "data": ["text"]}, "^data: expected a path or a name, not list"),
-    ("evaluate", {"model": 3, "data": "a"}, "^model: expected a path or what mamba_fsdp.load retu"),
+    (
+        "evaluate",
+        {"model": 3, "data": "a"},
+        "^model: expected a path or the result of mamba_fsdp.load",
+    ),
     ("load", {"source": "a", "reset_at_documents": "no"}, "expected True or False, not str"),
     ("train", {"config": {"num_steps": 3}}, "^config: expected a path or a name, not dict"),
     ("train", {"position_window": 5}, r"leave it out \(in the call\)$"),
