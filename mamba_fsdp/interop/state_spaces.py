@@ -84,7 +84,11 @@ def write_config(config: ModelConfig) -> Table:
         "residual_in_fp32": True,
         "fused_add_norm": True,
     }
-    structure_as_read = read_config(Fields(Path(), fields)).structure()
+    try:
+        structure_as_read = read_config(Fields(Path(), fields)).structure()
+    except UserError as error:
+        reason = str(error).removeprefix(".: ")
+        raise UserError(f"a state-spaces model can't represent this one: {reason}") from None
     for name, value in config.structure().items():
         if structure_as_read.get(name) != value:
             raise UserError(

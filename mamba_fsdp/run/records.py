@@ -32,6 +32,7 @@ from mamba_fsdp.storage.typed_json import parse_object
 
 T = TypeVar("T")
 Write = Callable[[Path, str | bytes], object]  # replaces a file, see write_for_user
+STARTING_REASON = "starting"  # the reason of the status `running` before the first step of a start
 OTHER_RANK_REASON = "requested on another rank"  # the stop reason if rank 0 itself was not asked
 END_EVENTS = ("stopped", "finished", "failed")  # the events that end a start
 MAX_INTEGER = 1 << 63  # larger integers are ignored, because other programs can't represent them
@@ -283,7 +284,8 @@ def repair_status(run_folder: Path, stop_reason: str = "") -> dict[str, Any]:
     """Returns the status, see `read_status`, and corrects status.json if the run ended without writing its status.
 
     The file stays as it is if another process has acquired the lease. stop_reason: why somebody killed the run on
-    purpose; its status then becomes `stopped` instead of `failed`.
+    purpose. If that was before the first step of this start, nothing was lost, and the status becomes `stopped` instead
+    of `failed`.
     """
     status = read_status(run_folder)
     lease = Lease(run_folder / LEASE)
@@ -291,7 +293,7 @@ def repair_status(run_folder: Path, stop_reason: str = "") -> dict[str, Any]:
         if status.get("status") == "failed" and lease.try_acquire():
             written = parse_object(read_bytes(run_folder / STATUS))
             if written.get("status") == "running":
-                if stop_reason:
+                if stop_reason and written.get("reason") == STARTING_REASON:
                     status |= {"status": "stopped", "reason": stop_reason}
                 write_status(
                     run_folder, status["status"], status["step"], status["reason"], lease.write

@@ -61,7 +61,7 @@ class RunFolder:
                 f"save_ckpt_path {self.path}: can't write {error.filename or LEASE} ({error.strerror})",
             ) from None
         # Write the status now, so that an earlier `finished` is replaced even if this start is killed.
-        self.write_status("running", newest_step(self.path), "starting")
+        self.write_status("running", newest_step(self.path), records.STARTING_REASON)
 
     def write_status(self, status: str, step: int, reason: str = "") -> None:
         """Writes status.json, see `records.write_status`. Raises LeaseLostError and UserError."""

@@ -126,12 +126,14 @@ def test_a_run_that_could_not_write_its_end_is_not_called_running(tmp_path, star
 
 
 def test_a_run_that_was_killed_on_request_is_stopped(tmp_path):
-    """A run that ended by itself keeps its own status."""
-    records.write_status(tmp_path, "running", 0)
+    """That holds before its first step only. A run that ended by itself keeps its own status."""
+    records.write_status(tmp_path, "running", 0, records.STARTING_REASON)
     left_by(tmp_path, **asdict(Holder.this_process()) | {"started": 1})
     records.repair_status(tmp_path, "ended at once, on request")
     status = records.read_status(tmp_path)
     assert (status["status"], status["reason"]) == ("stopped", "ended at once, on request")
+    records.write_status(tmp_path, "running", 3)
+    assert records.repair_status(tmp_path, "on request")["status"] == "failed"
     records.write_status(tmp_path, "finished", 3)
     assert records.repair_status(tmp_path, "on request")["status"] == "finished"
 
