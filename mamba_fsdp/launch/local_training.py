@@ -22,7 +22,7 @@ from mamba_fsdp.launch.plan_reader import Plan, read_plan
 from mamba_fsdp.launch.start_folder import StartFolder, local_start_name
 from mamba_fsdp.launch.starts import RankRestarts
 from mamba_fsdp.launch.supervisor import Supervisor, list_children, stop_file_writer
-from mamba_fsdp.run.names import STATUS, newest_checkpoint
+from mamba_fsdp.run.names import STARTING_REASON, STATUS, newest_checkpoint
 
 INTERRUPTED = 130
 KILLED_LAUNCHER = "error: a launcher was killed by SIGKILL, and all its ranks with it; the most likely cause is that the node ran out of memory (see dmesg)"
@@ -256,7 +256,7 @@ class LocalTraining:
         is not "starting".
         """
         status = self.status()
-        return status != self.status_before and status.get("reason") != "starting"
+        return status != self.status_before and status.get("reason") != STARTING_REASON
 
 
 def send_to(processes: List[int], number: int) -> None:

@@ -25,6 +25,7 @@ NODES = "nodes.jsonl"  # nodes that were lost or sick, see run/node_record.py
 KERNELS = "kernels.json"  # the selected backends on a GPU, see trainer/kernel_selection.py
 CACHES = ".cache"  # a folder next to the run folders
 STATUS = "status.json"
+STARTING_REASON = "starting"  # the reason of the status `running` before the first step of a start
 LEASE = "lease.json"
 STOP = "STOP"  # the run stops when a user or the launcher creates this file
 TOKENIZER = "tokenizer"  # the tokenizer of the data, stored next to the model

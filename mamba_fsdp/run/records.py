@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from mamba_fsdp.errors import LeaseLostError, UserError
 from mamba_fsdp.run.layout import newest_step
 from mamba_fsdp.run.lease import Lease
-from mamba_fsdp.run.names import EVENTS, LEASE, METRICS, STATUS
+from mamba_fsdp.run.names import EVENTS, LEASE, METRICS, STARTING_REASON, STATUS
 from mamba_fsdp.run.timestamp import utc_timestamp
 from mamba_fsdp.storage.retry import (
     exists,
@@ -32,7 +32,6 @@ from mamba_fsdp.storage.typed_json import parse_object
 
 T = TypeVar("T")
 Write = Callable[[Path, str | bytes], object]  # replaces a file, see write_for_user
-STARTING_REASON = "starting"  # the reason of the status `running` before the first step of a start
 OTHER_RANK_REASON = "requested on another rank"  # the stop reason if rank 0 itself was not asked
 END_EVENTS = ("stopped", "finished", "failed")  # the events that end a start
 MAX_INTEGER = 1 << 63  # larger integers are ignored, because other programs can't represent them

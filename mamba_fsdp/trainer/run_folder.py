@@ -13,7 +13,14 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.run import records
 from mamba_fsdp.run.layout import IN_USE_ADVICE, check_is_run_folder, newest_step
 from mamba_fsdp.run.lease import Lease
-from mamba_fsdp.run.names import CHECKPOINTS, LEASE, SETTINGS, SETTINGS_COPY, TOKENIZER
+from mamba_fsdp.run.names import (
+    CHECKPOINTS,
+    LEASE,
+    SETTINGS,
+    SETTINGS_COPY,
+    STARTING_REASON,
+    TOKENIZER,
+)
 from mamba_fsdp.run.node_record import read_records
 from mamba_fsdp.storage.retry import (
     copy_file,
@@ -61,7 +68,7 @@ class RunFolder:
                 f"save_ckpt_path {self.path}: can't write {error.filename or LEASE} ({error.strerror})",
             ) from None
         # Write the status now, so that an earlier `finished` is replaced even if this start is killed.
-        self.write_status("running", newest_step(self.path), records.STARTING_REASON)
+        self.write_status("running", newest_step(self.path), STARTING_REASON)
 
     def write_status(self, status: str, step: int, reason: str = "") -> None:
         """Writes status.json, see `records.write_status`. Raises LeaseLostError and UserError."""

@@ -11,6 +11,7 @@ import pytest
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run import records
 from mamba_fsdp.run.lease import Holder
+from mamba_fsdp.run.names import STARTING_REASON
 from tests.run.test_lease import left_by
 from tests.support.checkpoints import commit_empty
 
@@ -127,7 +128,7 @@ def test_a_run_that_could_not_write_its_end_is_not_called_running(tmp_path, star
 
 def test_a_run_that_was_killed_on_request_is_stopped(tmp_path):
     """That holds before its first step only. A run that ended by itself keeps its own status."""
-    records.write_status(tmp_path, "running", 0, records.STARTING_REASON)
+    records.write_status(tmp_path, "running", 0, STARTING_REASON)
     left_by(tmp_path, **asdict(Holder.this_process()) | {"started": 1})
     records.repair_status(tmp_path, "ended at once, on request")
     status = records.read_status(tmp_path)
