@@ -10,6 +10,7 @@ import hypothesis
 import numpy as np
 import pytest
 
+from tests.support.golden import GoldenFiles
 from tests.support.terminal import Terminal
 from tests.support.tiny import TINY, resolved
 
@@ -36,6 +37,14 @@ OTHER = {
     "TEST_RECORDS",
     "COMMAND_BEGAN",
 }
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--renew",
+        action="store_true",
+        help="rewrite the golden files that the selected tests compare with",
+    )
 
 
 def pytest_configure():
@@ -105,6 +114,12 @@ def pythons(project):
             "needs both environments: tests/run.sh --stack cpu, then tests/run.sh --stack torch2.2"
         )
     return {"pinned": sys.executable, "newest": str(newest / "bin/python")}
+
+
+@pytest.fixture
+def golden(request):
+    """The golden files in the folder of the test."""
+    return GoldenFiles(request.path.parent, request.config.getoption("renew"))
 
 
 @pytest.fixture

@@ -9,11 +9,10 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import time
-from pathlib import Path
 
 import pytest
-import yaml
 
 from mamba_fsdp.launch.slurm_training import seconds_for_removal
 from tests.support.checkpoints import commit_empty
@@ -36,11 +35,11 @@ def image(launcher_project):
     (launcher_project / "mamba-train.sqsh").write_bytes(SQUASHFS)
 
 
-STEPS = yaml.safe_load(Path(__file__).with_name("steps.yaml").read_text())
+def describe_steps(asked, places):
+    """Returns the steps that a job has started with srun, sorted, with `places` replaced by names.
 
-
-def in_words(asked, places):
-    """Returns the steps that a job has started with srun, sorted, with `places` replaced by names."""
+    A step is one line of arguments, or several if the line would be long.
+    """
     lines = []
     for words in asked:
         # This option is absent on a machine with the NVIDIA driver.
@@ -48,7 +47,10 @@ def in_words(asked, places):
         for name, place in places.items():
             line = line.replace(str(place), name)
         lines.append(re.sub(r"(node_guard.py \S+ \S+) \d+", r"\1 A_PORT", line))
-    return sorted(lines)
+    return [
+        textwrap.wrap(line, 120, break_long_words=False, break_on_hyphens=False)
+        for line in sorted(lines)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ how a job ends
@@ -168,7 +170,7 @@ def test_nodes_that_start_no_container(cluster, image, nodes):
 
 
 @pytest.mark.slow
-def test_what_a_job_asks_of_containers(cluster, image, launcher_project, tmp_path):
+def test_what_a_job_asks_of_containers(cluster, image, launcher_project, tmp_path, golden):
     """The job runs under nsys, and its data contains links to folders outside the project.
 
     A missing folder, such as the one from which the run was initialised, is not mounted once there
@@ -190,12 +192,16 @@ def test_what_a_job_asks_of_containers(cluster, image, launcher_project, tmp_pat
     for node in ("node1", "node2"):  # Pyxis removes it with the job
         assert cluster.containers(node) == ["pyxis_77_mamba-train-77.0"]
     places = {"PROJECT": launcher_project, "LUSTRE": lustre, "FOLDER": tmp_path}
-    assert in_words(asked, places) == STEPS["a profiled training"]
+    golden.check_entry(
+        "steps.yaml", "a profiled training", describe_steps(asked, places), flow=False
+    )
     assert (run / "profile").is_dir()
 
 
 @pytest.mark.slow
-def test_a_first_try_makes_its_corpus_and_leaves_no_container(cluster, image, launcher_project):
+def test_a_first_try_makes_its_corpus_and_leaves_no_container(
+    cluster, image, launcher_project, golden
+):
     """The job has no arguments and runs in a fresh checkout.
 
     If Pyxis keeps containers, the job removes its own and those of ended jobs. PROFILE=torch
@@ -209,7 +215,7 @@ def test_a_first_try_makes_its_corpus_and_leaves_no_container(cluster, image, la
     assert (launcher_project / "data/builtin/asked").read_text() == "builtin data/builtin"
     assert sorted(unpacked) == ["node1", "node2"], "each node unpacks the image once"
     places = {"PROJECT": launcher_project, "FOLDER": launcher_project.parent}
-    assert in_words(asked, places) == STEPS["a first try"]
+    golden.check_entry("steps.yaml", "a first try", describe_steps(asked, places), flow=False)
     assert cluster.containers("node1") == [] and cluster.containers("node2") == used
     (training,) = cluster.trainings()
     assert training["settings"]["report"]["use_profiler"]
@@ -237,13 +243,13 @@ def test_a_check_ends_before_the_training(cluster, launcher_project):
     assert done.returncode == 2 and "this machine has no salloc command" in done.stderr
 
 
-def test_tokenizing_with_nothing_but_the_image(cluster, image, launcher_project, tmp_path):
+def test_tokenizing_with_nothing_but_the_image(cluster, image, launcher_project, tmp_path, golden):
     words = [f"{tmp_path}/texts/*.txt", f"{tmp_path}/stores/mine", "--tokenizer=gpt2"]
     done, asked, unpacked = cluster.submit(*words, script="2.tokenize.sbatch", SCOPE="global")
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "stores/mine/asked").read_text() == " ".join(words)
     places = {"PROJECT": launcher_project, "FOLDER": tmp_path}
-    assert in_words(asked, places) == STEPS["tokenizing"]
+    golden.check_entry("steps.yaml", "tokenizing", describe_steps(asked, places), flow=False)
     assert unpacked == ["node1"] and not cluster.containers("node1")
 
 

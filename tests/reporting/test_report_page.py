@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import plotly.graph_objects
 import pytest
-import yaml
 from tokenizers import Tokenizer, models
 
 from mamba_fsdp.errors import UserError
@@ -67,7 +66,7 @@ def content_of(page):
     return json.loads(re.search(r"^const \{.*\} = (\{.*\});$", page, re.MULTILINE)[1])
 
 
-def test_what_a_page_holds_changes_only_on_purpose(tmp_path):
+def test_the_data_of_a_page_changes_only_on_purpose(tmp_path, golden):
     """The page shows three runs: one that was restarted twice, with other validation data, and still trains; one
     with another seed; and one that has just started."""
     runs = [write_run(tmp_path / f"run{seed}", [4.0, None, 2.0, 1.0], seed) for seed in (1, 2)]
@@ -84,7 +83,7 @@ def test_what_a_page_holds_changes_only_on_purpose(tmp_path):
     (begun / "config.yaml").write_text(CONFIG % (1, json.dumps(EVIL)))
     content = content_of(page_of(*runs, begun, out=tmp_path / "page.html"))
     assert content.pop("made").startswith("20")
-    assert content == yaml.safe_load(Path(__file__).with_name("page.yaml").read_text())
+    golden.check_yaml("page.yaml", content)
 
 
 def test_plotly_knows_every_part_of_the_figure(tmp_path):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -32,14 +31,14 @@ def words(text):
     return dict(word.split("=", 1) for word in text.split())
 
 
-def test_a_default_or_bound_changes_only_on_purpose():
-    """defaults.txt: what users rely on, a line each."""
+def test_a_default_or_bound_changes_only_on_purpose(golden):
+    """Users rely on the lines of defaults.txt."""
     described = [
         f"{leaf.name}={format_value(default(leaf))} ({describe_type(leaf)})"
         for section in (*SECTIONS.values(), DatasetConfig)
         for leaf in dataclasses.fields(section)
     ]
-    assert described == Path(__file__).with_name("defaults.txt").read_text().splitlines()
+    golden.check_text("defaults.txt", "".join(f"{line}\n" for line in described))
 
 
 def test_resolved_settings_never_change():

@@ -14,22 +14,41 @@ from tests.support.processes import run_program
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 OPTIONS = {"tokenizer": "train:300", "validation_fraction": 0.1}
 PARTS = 3
+# The project's get_dataset.py with small batches and short leases. After each batch it waits until the file `go` exists.
+WAITING_PROGRAM = """
+import time
+from pathlib import Path
+
+from mamba_fsdp import command_line
+from mamba_fsdp.importing import make_dataset
+from mamba_fsdp.run import lease
+from mamba_fsdp.verbs import tokenize
+
+write_batch = make_dataset._Part._write
+
+def write_and_wait(*args):
+    write_batch(*args)
+    while not Path("go").exists():
+        time.sleep(0.05)
+
+make_dataset._Part._write = write_and_wait
+make_dataset.BATCH_SIZE = 1 << 16
+lease.RENEWAL_SECONDS = 0.2
+lease.EXPIRY_SECONDS = 8.0
+if __name__ == "__main__":
+    command_line.run(tokenize.main, tokenize.page)
+"""
 
 
 @pytest.fixture
 def tokenizing_project(tmp_path):
     """The checkout with a .venv and a link to five files in another folder.
 
-    Each task waits after its first batch until the file `go` exists.
+    WAITING_PROGRAM tokenizes.
     """
     project = projects.make_project(tmp_path / "the project", training=None)
     projects.make_venv(project)
-    tokenize = project / "mamba_fsdp/importing/make_dataset.py"
-    writes = "                self._write(batch, ids, tokenizer)\n"
-    waits = "                while not Path('go').exists():\n                    time.sleep(0.05)\n"
-    projects.edit(tokenize, writes, writes + waits)
-    projects.edit(tokenize, "BATCH_SIZE = (1 << 20)", "BATCH_SIZE = (1 << 16)")
-    projects.shorten_the_silence(project)
+    (project / "get_dataset.py").write_text(WAITING_PROGRAM)
     (tmp_path / "texts").mkdir()
     (project / "in").symlink_to(tmp_path / "texts")
     for number in range(5):

@@ -5,7 +5,6 @@ import importlib
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ from tests.support.processes import run_program
 STORE = "data/builtin/validation"
 
 
-def test_an_option_s_default_or_bound_changes_only_on_purpose():
+def test_an_option_s_default_or_bound_changes_only_on_purpose(golden):
     described = []
     for verb in VERBS:
         module = importlib.import_module(f"mamba_fsdp.verbs.{verb.replace('import', 'import_')}")
@@ -31,7 +30,7 @@ def test_an_option_s_default_or_bound_changes_only_on_purpose():
                 f"{verb} --{leaf.name}={format_value(default(leaf))} ({describe_type(leaf)})"
                 for leaf in dataclasses.fields(options)
             ]
-    assert described == Path(__file__).with_name("options.txt").read_text().splitlines()
+    golden.check_text("options.txt", "".join(f"{line}\n" for line in described))
 
 
 @pytest.mark.torch22

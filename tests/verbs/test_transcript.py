@@ -67,7 +67,7 @@ def folder(in_user_folder, tmp_path, monkeypatch):
     flip(Path("changed/checkpoints/step_00000002/state.json"))
 
 
-def test_the_transcript_changes_only_on_purpose(folder, call):
+def test_the_transcript_changes_only_on_purpose(folder, call, golden):
     told = []
     for line in re.findall(r"^\$ (.*)$", TRANSCRIPT.read_text(), re.M):
         verb, *words = line.split()
@@ -75,4 +75,4 @@ def test_the_transcript_changes_only_on_purpose(folder, call):
         for pattern, word in ELSEWHERE.items():
             said = re.sub(pattern, word, said, flags=re.M)
         told.append(f"$ {line}\n{said}{code}\n")
-    assert "".join(told) == TRANSCRIPT.read_text()
+    golden.check_text("transcript.txt", "".join(told))
