@@ -42,7 +42,9 @@ BOUNDS = {
     "scan backward": Bounds(47, spills=80, stack=700),
     "ssd add_up": Bounds(2.6),
     "ssd sweep": Bounds(149, spills=16, stack=64),
+    "ssd sweep on sm_90": Bounds(92, spills=8, stack=32),  # 67 on Triton 3
     "ssd sweep local": Bounds(43),
+    "ssd sweep local on sm_90": Bounds(22),
     "ssd near": Bounds(48, stack=64),
     "ssd far": Bounds(112, spills=16, stack=80),
     "ssd finish": Bounds(14),
@@ -59,7 +61,8 @@ def complaints(made):
     """What a launch's code breaks, in words."""
     if made.error:
         return [made.error]
-    bounds = BOUNDS[" ".join(word for word in made.title.split() if word not in VARIANTS)]
+    title = " ".join(word for word in made.title.split() if word not in VARIANTS)
+    bounds = BOUNDS.get(f"{title} on sm_{made.cc}", BOUNDS[title])
     found = {name: getattr(made, name) for name in bounds._fields}
     broken = [f"{name} {found[name]:.6g}" for name in found if found[name] > getattr(bounds, name)]
     if made.shared > SHARED[made.cc] * 1024:

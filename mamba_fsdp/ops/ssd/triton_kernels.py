@@ -369,12 +369,21 @@ def near(  # noqa: PLR0915
         delta = next_delta
         high = next_high
         low = next_low
-    place = (((block * batches + batch) * length + start + r) * groups + group)[
-        :, None
-    ] * D_STATE + n[None, :]
-    is_valid = (r < left)[:, None] & (n < D_STATE)[None, :]
-    tl.store(grad_B + place, dot(tl.trans(grad_cb.to(T)), c), mask=is_valid)
-    tl.store(grad_C + place, dot(grad_cb.to(T), b), mask=is_valid)
+    place = (((block * batches + batch) * length + start + r) * groups + group) * D_STATE
+    in_row = r < left
+    in_state = n < D_STATE
+    # Not dot(trans(grad_cb), c): with such an operand in registers, Triton 3.4 and newer have computed wrong results on Hopper
+    # (flash-linear-attention #640).
+    tl.store(
+        grad_B + place[None, :] + n[:, None],
+        dot(tl.trans(c), grad_cb.to(T)),
+        mask=in_row[None, :] & in_state[:, None],
+    )
+    tl.store(
+        grad_C + place[:, None] + n[None, :],
+        dot(grad_cb.to(T), b),
+        mask=in_row[:, None] & in_state[None, :],
+    )
 
 
 @kernel  # one kernel: helpers would need all of its state as arguments
