@@ -14,11 +14,11 @@ import hashlib
 import itertools
 import json
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,12 +28,20 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing.kinds import INDEX, is_store, unexpected_data_error
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.formats import TOKEN_STORE
-from mamba_fsdp.storage.retry import is_folder, open_to_read, retry_io, sync_folder
+from mamba_fsdp.storage.retry import (
+    is_folder,
+    make_folder,
+    open_with_retries,
+    size_of,
+    sync_folder,
+    write_part,
+)
 from mamba_fsdp.storage.typed_json import FileName, at_least, from_json, read_object, write_object
 
 # The number of files to open at the same time. Each costs a round trip on a network file system, and a large store has
 # thousands of files.
 OPEN_THREADS = 16
+MAX_UNWRITTEN = 1 << 26  # bytes of a file that a writer keeps in memory
 MAX_DOCUMENT = np.iinfo(np.int32).max  # positions within a document are int32
 
 
@@ -98,7 +106,7 @@ class TokenStore:
         self._mapped: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         if index is None:
             with ThreadPoolExecutor(OPEN_THREADS) as pool:
-                list(pool.map(self._map_file_pair, range(len(self._files))))
+                list(pool.map(self.map_file_pair, range(len(self._files))))
 
     def __reduce__(self) -> tuple[type, tuple[Path, StoreIndex]]:
         return TokenStore, (self.path, self.index)
@@ -134,8 +142,7 @@ class TokenStore:
             file = self._files[number]
             for suffix, checksum in (("bin", file.bin_sha256), ("doc", file.doc_sha256)):
                 path = self.path / f"{file.name}.{suffix}"
-                digest = retry_io(partial(_start_digest, path), path)
-                if digest.hexdigest() != checksum:
+                if _start_digest(path).hexdigest() != checksum:
                     raise UserError(
                         f"{path}: the content does not match its checksum; copy or make the store again"
                     )
@@ -143,7 +150,7 @@ class TokenStore:
     def _read_file(self, number: int, start: int, end: int) -> Tokens:
         """Returns the part of the store's tokens [start, end) that is in the file with index `number`."""
         if number not in self._mapped:
-            self._mapped[number] = self._map_file_pair(number)
+            self._mapped[number] = self.map_file_pair(number)
         tokens, starts = self._mapped[number]
         offset = max(start - self._starts[number], 0)
         end = min(end - self._starts[number], len(tokens))
@@ -162,7 +169,7 @@ class TokenStore:
             positions[inner[0] :] -= np.repeat(positions[inner], lengths)
         return Tokens(tokens[offset:end], positions)
 
-    def _map_file_pair(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def map_file_pair(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Maps the tokens of a file and the starts of its documents into memory. Raises UserError if a file has the wrong
         size."""
         file = self._files[number]
@@ -176,18 +183,15 @@ def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     expected = count * dtype.itemsize
     remedy = "copy it again or make the store again"
 
-    def attempt() -> np.ndarray:
-        with open_to_read(path) as file:
-            size = os.fstat(file.fileno()).st_size
+    try:
+        with open_with_retries(path) as file:
+            size = file.seek(0, os.SEEK_END)
             if size != expected:
                 raise UserError(
                     f"{path}: it has {size} bytes instead of the {expected} in the index; {remedy}"
                 )
             # It is converted to a plain array, because indexing of np.memmap takes microseconds longer.
             return np.asarray(np.memmap(file, dtype, "r"))
-
-    try:
-        return retry_io(attempt, path)
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror}); {remedy}") from error
 
@@ -213,10 +217,12 @@ class StoreWriter:
     def __post_init__(self) -> None:
         assert -1 <= self.eos < self.vocab_size <= 1 << 32 and self.shard_tokens > 0
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
-        # The .bin and .doc file that are being written. The list is empty before the first token of a file.
-        self._streams: list[BinaryIO] = []
-        self._digests: list[Any] = []  # the SHA-256 of the part of each stream that `state` counts
-        self.path.mkdir(parents=True, exist_ok=True)
+        # Of the .bin and the .doc file, the last part that `state` counts. It is kept until it is on the disk, because a failed
+        # flush can have lost any part of it.
+        self._unwritten = [bytearray(), bytearray()]
+        # The SHA-256 of the part of both files that `state` counts. The list is empty before the first token of a file.
+        self._digests: list[Any] = []
+        make_folder(self.path, parents=True)
 
     def append(self, tokens: ArrayLike) -> None:
         """Appends tokens. Each eos ends a document. If the last document has no eos, the next call continues it.
@@ -238,10 +244,8 @@ class StoreWriter:
             tokens = tokens[end:]
 
     def flush(self) -> None:
-        """Flushes everything that `state` counts to the disk."""
-        for stream in self._streams:
-            stream.flush()
-            os.fsync(stream.fileno())
+        """Writes everything that `state` counts to the disk."""
+        self._write_files(are_complete=False)
 
     def finish_files(self) -> list[StoreFile]:
         """Completes the last file. Returns the entries of all files for the index."""
@@ -267,32 +271,32 @@ class StoreWriter:
         write_object(self.path / INDEX, content)
         return TokenStore(self.path)
 
-    def close(self) -> None:
-        for stream in self._streams:
-            stream.close()
+    def _files(self) -> Iterator[tuple[Path, int]]:
+        """Yields the path of the current .bin and .doc file, and the bytes of each that `state` counts."""
+        path = self.path / f"{len(self.state.files):05d}"
+        yield path.with_suffix(".bin"), self.state.tokens * self.dtype.itemsize
+        yield path.with_suffix(".doc"), self.state.documents * 8
 
-    def _paths(self) -> list[Path]:
-        return [self.path / f"{len(self.state.files):05d}.{suffix}" for suffix in ("bin", "doc")]
-
-    def _open_streams(self) -> None:
-        """Opens the current pair of files at the end of the part that `state` counts.
-
-        The files are not truncated there. If a process that seemed to be dead is still running, it writes the same bytes at
-        the same place as this process.
-        """
-        if self._streams:
+    def _start_digests(self) -> None:
+        """Computes the checksums of the part of both files that an earlier writer has written."""
+        if self._digests:
             return
-        sizes = [self.state.tokens * self.dtype.itemsize, self.state.documents * 8]
-        self._digests = []
-        for path, size in zip(self._paths(), sizes):
-            stream = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-            self._streams.append(stream)
-            if stream.seek(0, os.SEEK_END) < size:
+        for path, size in self._files():
+            if size_of(path) < size:
                 raise UserError(
                     f"{path}: it is shorter than recorded; start again with --overwrite"
                 )
-            stream.seek(size)
             self._digests.append(_start_digest(path, size))
+
+    def _write_files(self, are_complete: bool) -> None:
+        """Writes the parts of both files that are not yet on the disk.
+
+        Only complete files are truncated. If a process that seemed to be dead is still running, it writes the same bytes at the
+        same place as this process.
+        """
+        for (path, size), content in zip(self._files(), self._unwritten):
+            write_part(path, size - len(content), content, are_complete)
+            content.clear()
 
     def _write(self, tokens: np.ndarray) -> None:
         state = self.state
@@ -306,28 +310,27 @@ class StoreWriter:
                 f"{self.path}: a document has {lengths.max()} tokens, more than {MAX_DOCUMENT}; split it into "
                 "smaller documents"
             )
-        self._open_streams()
+        self._start_digests()
         contents = [
             tokens.astype(self.dtype).tobytes(),
             (starts + state.tokens).astype("<i8").tobytes(),
         ]
-        for stream, digest, content in zip(self._streams, self._digests, contents):
-            stream.write(content)
+        for unwritten, digest, content in zip(self._unwritten, self._digests, contents):
+            unwritten += content
             digest.update(content)
         state.tokens += len(tokens)
         state.documents += len(starts)
         state.open_tokens = int(lengths[-1])
+        if len(self._unwritten[0]) > MAX_UNWRITTEN:
+            self.flush()
 
     def _finish_file(self) -> None:
-        self._open_streams()
-        for stream in self._streams:
-            stream.truncate()  # an earlier process with other settings can have written more
-        self.flush()
-        self.close()
-        self._streams = []
+        self._start_digests()
+        self._write_files(are_complete=True)
         state = self.state
         name = FileName(f"{len(state.files):05d}")
         bin_sha256, doc_sha256 = [digest.hexdigest() for digest in self._digests]
+        self._digests = []
         state.files.append(StoreFile(name, bin_sha256, doc_sha256, state.tokens, state.documents))
         state.tokens = 0
         state.documents = 0
@@ -362,7 +365,9 @@ def _checksum(index: dict[str, Any]) -> str:
 def _start_digest(path: Path, size: int = 1 << 63) -> Any:
     """Returns a SHA-256 object of the first `size` bytes of a file; more data can be added to it. Raises OSError."""
     digest = hashlib.sha256()
-    with open_to_read(path) as file:
+    if not size:  # the file need not exist
+        return digest
+    with open_with_retries(path) as file:
         while block := file.read(min(size, 1 << 20)):
             digest.update(block)
             size -= len(block)

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,7 +20,10 @@ from mamba_fsdp.importing.kinds import WANTED_TOKENIZER, check_tokenizer_path, i
 from mamba_fsdp.storage.retry import (
     exists,
     is_file,
+    make_folder,
+    parse_os_error,
     read_bytes,
+    retry_io,
     write_atomically,
 )
 from mamba_fsdp.storage.typed_json import write_object
@@ -65,10 +67,7 @@ def with_os_errors(write: Callable[..., Any], *arguments: Any) -> None:
     try:
         write(*arguments)
     except Exception as error:
-        found = re.search(r"\(os error (\d+)\)", str(error))
-        if not found:
-            raise
-        raise OSError(int(found[1]), os.strerror(int(found[1]))) from None
+        raise parse_os_error(error) or error from None
 
 
 def read_backend(path: Path) -> Tokenizer:
@@ -192,7 +191,7 @@ class TextTokenizer:
 
     def save(self, folder: Path) -> None:
         """Writes a folder that AutoTokenizer.from_pretrained takes."""
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, parents=True)
         file = folder / "tokenizer_config.json"
         settings = {
             "eos_token": self.eos_token,
@@ -202,7 +201,10 @@ class TextTokenizer:
             "model_input_names": ["input_ids", "attention_mask"],
         }
         if self._transformers_form:
-            with_os_errors(self._transformers_form.save_pretrained, folder)
+            save = functools.partial(
+                with_os_errors, self._transformers_form.save_pretrained, folder
+            )
+            retry_io(save, folder)
             settings = json.loads(read_bytes(file))
             if self._is_amended:
                 settings |= {"add_bos_token": bool(self.prefix), "add_eos_token": False}

@@ -22,7 +22,7 @@ def builtin_folder(data: DataConfig) -> Path | None:
 def missing_builtin(data: DataConfig) -> Path | None:
     """Returns the path of the built-in data if these settings read it and it is missing or unfinished, else None."""
     folder = builtin_folder(data)
-    if folder is None or any(folder.glob(f"{PROGRESS}*")):
+    if folder is None or exists(folder / PROGRESS):
         return folder
     is_made = exists(folder / INDEX) or exists(folder / "train" / INDEX)
     return None if is_made else folder

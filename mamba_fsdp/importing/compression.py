@@ -1,4 +1,4 @@
-"""Opens files, compressed or not, under any name. Needs neither torch nor numpy."""
+"""Decompresses files. Needs neither torch nor numpy."""
 
 import bz2
 import gzip
@@ -6,7 +6,6 @@ import io
 import lzma
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 ENDINGS = (".gz", ".zst", ".bz2", ".xz")
@@ -20,12 +19,8 @@ def _open_zstandard(file: io.BufferedReader) -> Any:
     return pyarrow.CompressedInputStream(file, "zstd")
 
 
-def _open_gzip(file: io.BufferedReader) -> Any:
-    return gzip.GzipFile(fileobj=file)
-
-
 OPENERS: dict[bytes, Callable[[io.BufferedReader], Any]] = {
-    b"\x1f\x8b\x08": _open_gzip,
+    b"\x1f\x8b\x08": gzip.open,
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\0": lzma.LZMAFile,
     b"\x28\xb5\x2f\xfd": _open_zstandard,
@@ -50,9 +45,3 @@ def unpacked(file: io.BufferedReader) -> io.BufferedReader:
 def peeked(file: io.BufferedReader) -> bytes:
     """Returns the first bytes of a stream without moving in it."""
     return file.peek(HEAD)[:HEAD]
-
-
-def unpacked_head(path: str | Path) -> bytes:
-    """Returns the first bytes of a file's content. Raises OSError, or the library's error for damaged data."""
-    with open(path, "rb") as file:
-        return peeked(unpacked(file))

@@ -25,7 +25,7 @@ from mamba_fsdp.importing.kinds import (
 )
 from mamba_fsdp.importing.splits import missing_parts, named_split, splits_of
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage.retry import exists
+from mamba_fsdp.storage.retry import exists, is_folder, read_bytes, stat_of
 from mamba_fsdp.text import format_count, suggest_path
 
 # Folders in the standard library's folder that contain other packages.
@@ -101,7 +101,7 @@ def describe(files: list[InputFile]) -> dict[str, Any]:
     places = []
     for file in files:
         try:
-            status = os.stat(file.name)
+            status = stat_of(file.name)
         except OSError:  # a dangling link: reading it reports that
             continue
         if not stat.S_ISREG(status.st_mode):  # a pipe can't be read twice
@@ -132,7 +132,7 @@ def builtin_files() -> list[Path]:
             continue
         # Some of Python's own tests are in other encodings, or broken on purpose.
         with contextlib.suppress(UnicodeDecodeError):
-            path.read_bytes().decode()
+            read_bytes(path).decode()
             files.append(path)
     if not files:
         raise UserError(
@@ -153,7 +153,7 @@ def _local_files(name: str, options: DatasetConfig, left_out: LeftOut) -> list[I
         raise unexpected_path_error(name, "text or token ids to import")
     files = list(kinds)
     root = Path(os.path.commonpath([place.parent for place in places]))
-    if len(places) == 1 and places[0].is_dir():
+    if len(places) == 1 and is_folder(places[0]):
         root = places[0]
     splits = splits_of([path.relative_to(root) for path in files], root, options)
     by_place: dict[str, InputFile] = {}

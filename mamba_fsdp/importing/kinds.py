@@ -5,7 +5,6 @@
 numpy.
 """
 
-import contextlib
 import itertools
 import json
 import os
@@ -15,12 +14,11 @@ import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from mamba_fsdp.errors import UserError, command
-from mamba_fsdp.importing.compression import HEAD, unpacked_head, without_ending
+from mamba_fsdp.errors import StorageError, UserError, command
+from mamba_fsdp.importing.compression import HEAD, peeked, unpacked, without_ending
 from mamba_fsdp.run.layout import list_committed
 from mamba_fsdp.run.names import (
     CHECKPOINTS,
@@ -37,7 +35,15 @@ from mamba_fsdp.run.names import (
 )
 from mamba_fsdp.storage.formats import DATASET as DATASET_FORMAT
 from mamba_fsdp.storage.formats import TOKEN_STORE
-from mamba_fsdp.storage.retry import exists, is_file, is_folder, list_names, retry_io
+from mamba_fsdp.storage.retry import (
+    exists,
+    is_file,
+    is_folder,
+    list_entries,
+    list_names,
+    open_with_retries,
+    read_bytes,
+)
 from mamba_fsdp.storage.typed_json import FileName, read_object
 from mamba_fsdp.text import suggest_path
 
@@ -106,6 +112,7 @@ class Kind:
     magic: str = ""  # a regular expression that the first bytes match, as Latin-1
     reader: str = ""  # module:function in importing/ that yields the documents of such a file
     content: str = ""  # completes "a folder of ..."; empty if no import reads it
+    matches: Callable[[Path], bool] | None = None  # returns whether a folder is of this kind
     # Describes a folder from its path and the names in it, or returns None if it is not of this kind.
     describe: Callable[[Path, set[str]], "PathInfo | None"] | None = None
 
@@ -344,12 +351,12 @@ def check_tokenizer_path(path: str | Path) -> Path:
 def is_store(path: Path) -> bool:
     """Returns whether `path` is a token store, intact or damaged: other programs have files named index.json too."""
     try:
-        head = retry_io(partial(_head, path / INDEX), path)
+        with open_with_retries(path / INDEX) as file:
+            return TOKEN_STORE.name.encode() in file.read(HEAD)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
     except PermissionError:  # reading the store reports it
         return True
-    return TOKEN_STORE.name.encode() in head
 
 
 def split_in(path: Path, split: str = "train") -> Path:
@@ -367,11 +374,14 @@ def split_in(path: Path, split: str = "train") -> Path:
 
 def content_kind(path: Path) -> Kind | None:
     """Returns the kind that the first bytes of a file, decompressed, show; None for text, for damaged data and for
-    anything but a regular file, since opening a pipe can block."""
-    with contextlib.suppress(Exception):  # reading the file reports damaged data
-        if is_file(path):
-            return kind_of_bytes(unpacked_head(path))
-    return None
+    anything but a regular file. Raises StorageError after a minute of retries."""
+    try:
+        with open_with_retries(path) as file:
+            return kind_of_bytes(peeked(unpacked(file)))
+    except StorageError:
+        raise
+    except Exception:  # reading the file reports damaged data
+        return None
 
 
 def kind_of_bytes(head: bytes) -> Kind | None:
@@ -410,11 +420,6 @@ def input_kind(path: Path, format: str = "auto", is_alone: bool = False) -> Kind
     if kind and kind.name == "ids" and exists(f"{path}.size"):
         return KINDS["datalayout"]
     return kind if kind and kind.content else None
-
-
-def _head(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(HEAD)
 
 
 def _classify_file(path: Path) -> PathInfo:
@@ -467,7 +472,7 @@ def _classify_folder(path: Path) -> PathInfo:
         info = None
         if kind.describe:
             info = kind.describe(path, names)
-        elif not names.isdisjoint(kind.names.split()):
+        elif not names.isdisjoint(kind.names.split()) or kind.matches and kind.matches(path):
             info = _info(path, kind)
         if info:
             return info
@@ -489,17 +494,8 @@ def _run(path: Path, names: set[str]) -> PathInfo | None:
     return PathInfo(path, "run", title, use, tuple(kept))
 
 
-def _streamed(path: Path, names: set[str]) -> PathInfo | None:
-    is_streamed = not _json_fields(path / INDEX).keys().isdisjoint(("shards", "chunks"))
-    return _info(path, KINDS["streamed"]) if is_streamed else None
-
-
-def _store(path: Path, names: set[str]) -> PathInfo | None:
-    return _info(path, KINDS["store"]) if is_store(path) else None
-
-
-def _import(path: Path, names: set[str]) -> PathInfo | None:
-    return _info(path, KINDS["import"]) if is_unfinished(path) else None
+def _is_streamed(path: Path) -> bool:
+    return not _json_fields(path / INDEX).keys().isdisjoint(("shards", "chunks"))
 
 
 def _model(path: Path, names: set[str]) -> PathInfo | None:
@@ -525,13 +521,7 @@ def _is_weights(name: str) -> bool:
 
 def _describes_model(file: Path) -> bool:
     """Returns whether a config.json describes a model, intact or damaged: other programs have files of this name."""
-    try:
-        content = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError, RecursionError):  # reading the model reports it
-        return True
-    return isinstance(content, dict) and not MODEL_FIELDS.isdisjoint(content)
+    return not MODEL_FIELDS.isdisjoint(_json_fields(file, if_damaged=MODEL_FIELDS))
 
 
 def _input(path: Path, names: set[str]) -> PathInfo | None:
@@ -584,9 +574,9 @@ def _collection(path: Path, kind: str, names: list[str]) -> PathInfo | None:
 FOLDERS = [  # the first one that a folder matches is its kind
     Kind("checkpoint", "a checkpoint", MODEL, names=COMMIT),
     Kind("run", "a run", describe=_run),
-    Kind("streamed", "a folder of MosaicML's MDS or of litdata", TOKENS, describe=_streamed),
-    Kind("store", "a token store", "training reads it: --dataset_path={path}", describe=_store),
-    Kind("import", "an unfinished import", RESUME, describe=_import),
+    Kind("streamed", "a folder of MosaicML's MDS or of litdata", TOKENS, matches=_is_streamed),
+    Kind("store", "a token store", "training reads it: --dataset_path={path}", matches=is_store),
+    Kind("import", "an unfinished import", RESUME, matches=is_unfinished),
     Kind("dcp", "a folder of torch.distributed.checkpoint", DCP, names=DCP_INDEX),
     Kind("model", "a model", MODEL, describe=_model),
     Kind("weights", f"weights without {MODEL_CONFIG}", describe=_weights),
@@ -655,25 +645,32 @@ class SavedFolder:
 def files_below(place: Path, left_out: LeftOut) -> Iterator[Path]:
     """Yields the file itself, or the files in a folder, in order.
 
-    Links are followed, each folder once. Notes hidden files and this program's own folders in `left_out`.
+    Links are followed, each folder once. Notes hidden files and this program's own folders in `left_out`. Raises UserError for
+    a folder that can't be listed.
     """
-    if not place.is_dir():
+    if not is_folder(place):
         yield place
         return
     seen = set()
-    for path, folders, files in os.walk(place, onerror=_raise_unreadable, followlinks=True):
-        folder = Path(path)
-        target = folder.resolve()
-        names = {*folders, *files}
-        is_ours = folder != place and _is_ours(folder, names)
+    remaining = [place]
+    while remaining:
+        folder = remaining.pop()
+        target = os.path.realpath(folder)
+        try:
+            entries = list_entries(folder)
+        except OSError as error:
+            raise UserError(f"{folder}: can't be read ({error.strerror})") from error
+        names = sorted(entries)
+        is_ours = folder != place and _is_ours(folder, {*names})
         if is_ours:
-            left_out[OURS].append(path)
+            left_out[OURS].append(str(folder))
         if is_ours or target in seen:
-            folders.clear()
             continue
         seen.add(target)
-        left_out[HIDDEN] += sorted(str(folder / name) for name in names if name.startswith("."))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        left_out[HIDDEN] += [str(folder / name) for name in names if name.startswith(".")]
+        shown = [name for name in names if not name.startswith(".")]
+        remaining += [folder / name for name in reversed(shown) if entries[name]]
+        files = [name for name in shown if not entries[name]]
         for name in _data_files(folder, files, left_out):
             yield folder / name
 
@@ -692,9 +689,8 @@ def _is_dataset(folder: Path) -> bool:
     return _json_fields(folder / DATASET).get("format") == DATASET_FORMAT.name
 
 
-def _data_files(folder: Path, files: list[str], left_out: LeftOut) -> list[str]:
-    """Returns the names of the files in a folder that can contain data, sorted."""
-    names = sorted(name for name in files if not name.startswith("."))
+def _data_files(folder: Path, names: list[str], left_out: LeftOut) -> list[str]:
+    """Returns the names that can contain data, of the sorted names of files in a folder."""
     is_saved = "state.json" in names and "dataset_info.json" in names
     if is_saved or SAVED_SPLITS in names:
         rows = []
@@ -754,8 +750,8 @@ def _folders_within(folder: Path, is_wanted: Callable[[Path], bool]) -> list[str
 
 
 def _folders_in(folder: Path) -> list[str]:
-    names = [name for name in list_names(folder) if not name.startswith(".")]
-    return sorted(name for name in names if is_folder(folder / name))
+    entries = sorted(list_entries(folder).items())
+    return [name for name, is_folder in entries if is_folder and not name.startswith(".")]
 
 
 def _info(path: Path, kind: Kind, use: str = "") -> PathInfo:
@@ -772,13 +768,15 @@ def _filled(use: str, path: Path) -> str:
     )
 
 
-def _json_fields(file: Path) -> dict[str, Any]:
-    """Returns the fields of the object in a JSON file; none if it can't be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        content = json.loads(file.read_bytes())
-        if isinstance(content, dict):
-            return content
-    return {}
+def _json_fields(file: Path, if_damaged: Iterable[str] = ()) -> dict[str, Any]:
+    """Returns the fields of the object in a JSON file; none if it does not exist, and these names if it can't be read."""
+    try:
+        content = json.loads(read_bytes(file))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, RecursionError):  # reading the model reports it
+        return dict.fromkeys(if_damaged)
+    return content if isinstance(content, dict) else {}
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -786,10 +784,6 @@ def _listed(names: Iterable[str]) -> str:
     shown = ", ".join(names[-MAX_LISTED:])
     hidden = len(names) - MAX_LISTED
     return f"{hidden} more, {shown}" if hidden > 0 else shown
-
-
-def _raise_unreadable(error: OSError) -> NoReturn:
-    raise UserError(f"{error.filename}: can't be read ({error.strerror})") from error
 
 
 def import_command(source: str | Path, out: str = "OUT") -> str:

@@ -12,13 +12,13 @@ input, the settings and the number of parts, not on whether a process was killed
 
 import contextlib
 import os
-import shutil
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ from mamba_fsdp.importing.inputs import Document, InputFile, describe, find_file
 from mamba_fsdp.importing.kinds import (
     BEGUN,
     DATASET,
-    INDEX,
     PROGRESS,
     LeftOut,
+    stores_in,
 )
 from mamba_fsdp.importing.losses import check_losses
 from mamba_fsdp.importing.merging import merge, writer_of
@@ -58,6 +58,13 @@ from mamba_fsdp.importing.reading import (
 from mamba_fsdp.reporting.console import Console
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.storage.retry import (
+    delete,
+    exists,
+    list_names,
+    make_folder,
+    retry_io,
+)
 from mamba_fsdp.storage.threads import in_thread
 from mamba_fsdp.storage.typed_json import write_object
 
@@ -103,9 +110,9 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
 def _prepare(out: Path, overwrite: bool) -> None:
     """Makes OUT, and removes an earlier dataset in it if asked to. Raises UserError if OUT contains something else, or an
     import that is running."""
-    out.mkdir(parents=True, exist_ok=True)
-    is_dataset = (out / DATASET).exists() or (out / PROGRESS).exists()
-    if not is_dataset and any(out.iterdir()):
+    make_folder(out, parents=True)
+    is_dataset = exists(out / DATASET) or exists(out / PROGRESS)
+    if not is_dataset and list_names(out):
         raise UserError(f"{out}: not empty and not made by this program; choose another folder")
     if not overwrite:
         return
@@ -114,19 +121,19 @@ def _prepare(out: Path, overwrite: bool) -> None:
             lease = leases.enter_context(contextlib.closing(Lease(file)))
             lease.acquire(print, IN_USE)
         for name in ("train", "validation", "test", PROGRESS):
-            shutil.rmtree(out / name, ignore_errors=True)
+            delete(out / name)
         # Last: after a kill before this, it shows that the rest is a dataset.
-        (out / DATASET).unlink(missing_ok=True)
+        retry_io(partial((out / DATASET).unlink, missing_ok=True), out)
 
 
 def _is_complete(out: Path, settings: dict[str, Any]) -> bool:
     """Returns whether OUT contains all that these settings make. Raises UserError if it was made with other settings."""
     if not records_settings(out / DATASET, settings):
         return False
-    for path in out.glob(f"*/{INDEX}"):
-        TokenStore(path.parent)
+    for name in stores_in(out):
+        TokenStore(out / name)
     # A process that was killed just before its end left it.
-    shutil.rmtree(out / PROGRESS, ignore_errors=True)
+    delete(out / PROGRESS)
     print(f"{out} is complete already; nothing to do")
     return True
 
@@ -159,7 +166,7 @@ class _Part:
 
     def run(self) -> bool:
         """Runs this part. Returns whether all parts have ended."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder, parents=True)
         lease = Lease(self.out / PROGRESS / f"{self.folder.name}.lease")
         lease.acquire(print, IN_USE)
         with contextlib.closing(lease):
@@ -198,7 +205,7 @@ class _Part:
         """Merges all parts, or waits until another part's process has done it."""
         lease = Lease(self.out / PROGRESS / "merge.lease")
         with contextlib.closing(lease):
-            while not (self.out / DATASET).exists():
+            while not exists(self.out / DATASET):
                 # The other process removes the lease's folder at its end.
                 with contextlib.suppress(FileNotFoundError):
                     if lease.try_acquire():
@@ -210,7 +217,7 @@ class _Part:
                 raise UserError(f"{self.out}: the input changed while it was read; {START_AGAIN}")
             parts = list(zip(self.folders, states))
             merge(self.out, parts, tokenizer, self.options, self.settings, self.left_out)
-            shutil.rmtree(self.out / PROGRESS, ignore_errors=True)
+            delete(self.out / PROGRESS)
 
     def _tokenizer(self, has_begun: bool) -> TextTokenizer:
         """Returns the tokenizer that the options ask for. One that is trained is saved in the part's folder; each part
@@ -232,7 +239,7 @@ class _Part:
         """Returns a tokenizer that is trained on a sample of the input, or the one that this import has trained before."""
         eos_token = self.options.eos_token or tokenizers_.END_OF_TEXT
         folder = self.folder / "tokenizer"
-        if not has_begun or not (folder / "tokenizer.json").exists():
+        if not has_begun or not exists(folder / "tokenizer.json"):
             print(f"training a tokenizer of {size} tokens on a sample of the text", flush=True)
             files = [file for file in self.files if file.store == "train"]
             # The library ignores Ctrl-C, so it gets a thread of its own.
@@ -288,8 +295,6 @@ class _Part:
             self._save(lease)
         finally:
             console.clear()
-            for writer in self.writers.values():
-                writer.close()
 
     def _write(self, batch: DocumentBatch, tokens: np.ndarray, tokenizer: TextTokenizer) -> None:
         """Distributes the documents of a batch over the stores. tokens: (n,), each eos ends a document."""
@@ -333,10 +338,7 @@ class _Part:
         """Makes what was written durable, then records it in the state."""
         for writer in self.writers.values():
             writer.flush()
-        if not lease.is_held():
-            raise UserError(
-                f"{self.out}: this process was suspended, and another took over its part"
-            )
+        lease.check()
         if not self._has_begun():
             write_settings(self.out / BEGUN, self.begun)
         write_object(self.folder / STATE, asdict(self.state))

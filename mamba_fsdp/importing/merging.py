@@ -8,11 +8,9 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from mamba_fsdp.data.store import StoreFile, StoreWriter, TokenStore, WriterState
 from mamba_fsdp.data.tokenizer import TextTokenizer
@@ -21,7 +19,7 @@ from mamba_fsdp.importing.kinds import CLEAN, DATASET, LeftOut
 from mamba_fsdp.importing.progress import PartState, write_settings
 from mamba_fsdp.importing.reading import LINE_ENDS, MARKS, SKIPPED
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage.retry import move
+from mamba_fsdp.storage.retry import delete, list_names, make_folder, move
 from mamba_fsdp.storage.typed_json import FileName
 from mamba_fsdp.text import format_count
 
@@ -30,14 +28,6 @@ MAX_COMPARED = 1_000_000  # documents
 DUPLICATES = "exact duplicates"
 EMPTY = "empty documents"
 SKIPPED_FILES = "that can't be read, from the first fault on"
-
-
-@dataclass
-class WrittenFile:
-    """A file of token ids that a part has written, with its file of document starts."""
-
-    path: Path  # the path of both files, without their suffixes
-    entry: StoreFile
 
 
 def writer_of(
@@ -66,16 +56,17 @@ def merge(
 ) -> None:
     """Writes the stores in `out` and dataset.json, and prints what was left out. parts: each part's folder and state.
     Raises UserError if there is no text, or too little for a validation store."""
-    files: dict[str, list[WrittenFile]] = {}
+    # {store: (the folder of the part, an entry in the index) for each file}
+    files: dict[str, list[tuple[Path, StoreFile]]] = {}
     unreadable: dict[str, str] = {}
     counts: Counter[str] = Counter()
     for folder, state in parts:
         unreadable.update(state.unreadable)
         counts += Counter(state.counts) + Counter({EMPTY: state.empty})
         for name, written in state.stores.items():
-            of_part = [WrittenFile(folder / name / entry.name, entry) for entry in written.files]
+            of_part = [(folder / name, entry) for entry in written.files]
             files[name] = files.get(name, []) + of_part
-    tokens = {name: sum(file.entry.tokens for file in written) for name, written in files.items()}
+    tokens = {name: sum(entry.tokens for _, entry in written) for name, written in files.items()}
     least: float = LEAST
     if not any(tokens.values()):
         raise UserError("the input contains no text")
@@ -91,8 +82,10 @@ def merge(
     for name in files:
         path = out / name
         # A process that was killed while it wrote them left these.
-        for left in [*out.glob(".*.tmp"), *path.rglob(".*.tmp")]:
-            left.unlink()
+        for folder in (out, path, path / "tokenizer"):
+            for temporary in list_names(folder):
+                if temporary.endswith(".tmp"):
+                    delete(folder / temporary)
         tokenizer.save(path / "tokenizer")
         entries = _move_into(path, files[name])
         store = writer_of(path, tokenizer, options, WriterState(entries)).finish()
@@ -128,25 +121,24 @@ def _count_duplicates(stores: list[TokenStore]) -> int:
     """Returns how many of the first MAX_COMPARED documents have the same tokens as an earlier one."""
     seen = set()
     compared = 0
-    for path, dtype in (
-        (store.path / file.name, store.dtype) for store in stores for file in store.index.files
-    ):
-        starts = np.fromfile(f"{path}.doc", "<i8", MAX_COMPARED - compared)
-        tokens = np.memmap(f"{path}.bin", dtype, "r")
-        compared += len(starts)
-        for start, end in itertools.pairwise([*starts.tolist(), len(tokens)]):
-            seen.add(hash(tokens[start:end].tobytes()))
+    for store in stores:
+        for number in range(len(store.index.files)):
+            tokens, starts = store.map_file_pair(number)
+            starts = starts[: MAX_COMPARED - compared]
+            compared += len(starts)
+            for start, end in itertools.pairwise([*starts.tolist(), len(tokens)]):
+                seen.add(hash(tokens[start:end].tobytes()))
     return compared - len(seen)
 
 
-def _move_into(store: Path, files: list[WrittenFile]) -> list[StoreFile]:
+def _move_into(store: Path, files: list[tuple[Path, StoreFile]]) -> list[StoreFile]:
     """Moves the files into the store, under new numbers. Returns their entries in its index."""
-    store.mkdir(parents=True, exist_ok=True)
+    make_folder(store, parents=True)
     entries = []
-    for number, file in enumerate(files):
+    for number, (folder, entry) in enumerate(files):
         name = FileName(f"{number:05d}")
-        entries.append(replace(file.entry, name=name))
+        entries.append(replace(entry, name=name))
         for suffix in ("bin", "doc"):
             with contextlib.suppress(FileNotFoundError):  # an earlier process moved it
-                move(Path(f"{file.path}.{suffix}"), store / f"{name}.{suffix}")
+                move(folder / f"{entry.name}.{suffix}", store / f"{name}.{suffix}")
     return entries

@@ -14,6 +14,7 @@ from mamba_fsdp.fields import format_value
 from mamba_fsdp.importing.inputs import InputFile
 from mamba_fsdp.importing.reading import BEGINNING, Position
 from mamba_fsdp.storage.formats import DATASET
+from mamba_fsdp.storage.retry import exists, size_of
 from mamba_fsdp.storage.typed_json import read_object, write_object
 from mamba_fsdp.text import format_quantity
 
@@ -42,7 +43,7 @@ class Pace:
 
     def __init__(self, files: list[InputFile]) -> None:
         self.files = files
-        sizes = [os.path.getsize(file.name) if os.path.isfile(file.name) else 0 for file in files]
+        sizes = [size_of(Path(file.name)) for file in files]
         self.ends = list(itertools.accumulate(sizes, initial=0))
         self.first: tuple[float, float] | None = (
             None  # the first call's moment, and bytes read then
@@ -103,7 +104,7 @@ def records_settings(
 
 def resolved(name: str) -> str:
     """Returns the path of a file or folder in its one spelling; another name as it is."""
-    return os.path.realpath(name) if os.path.exists(name) else name
+    return os.path.realpath(name) if exists(name) else name
 
 
 def _difference(name: str, before: Any, now: Any) -> str:

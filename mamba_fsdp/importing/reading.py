@@ -1,18 +1,18 @@
 """Reads the input's files as batches of documents: texts or arrays of token ids."""
 
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mamba_fsdp.errors import UserError, first_line
+from mamba_fsdp.errors import StorageError, UserError, first_line
 from mamba_fsdp.importing import text_files
 from mamba_fsdp.importing.compression import peeked, unpacked
 from mamba_fsdp.importing.inputs import Document, Fault, InputFile
 from mamba_fsdp.importing.kinds import reader_of
 from mamba_fsdp.importing.text_files import NulByte, check_head, fault_in
 from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.storage.retry import is_file, open_with_retries
 
 MAX_REASON = 700  # characters
 SECONDS_OF_CHECKING = (
@@ -140,13 +140,15 @@ def _documents(
 
 
 def _documents_of(file: InputFile, options: DatasetConfig) -> Iterator[Document | Fault]:
-    """Yields the documents of a file. Raises UnreadableFile."""
+    """Yields the documents of a file. Raises UnreadableFile, and StorageError after a minute of retries."""
     reader = reader_of(file.kind)
     try:
         if file.kind in TABLES:
             _check_head(file)
         for document in reader(file, options):
             yield _checked(document, options.vocab_size)
+    except StorageError:
+        raise
     except Exception as error:  # the libraries raise whatever a file runs into
         reason = getattr(error, "strerror", None) or first_line(error)[:MAX_REASON]
         if isinstance(error, (NulByte, UnicodeDecodeError)):
@@ -170,13 +172,15 @@ def check_content(files: list[InputFile], encoding: str) -> None:
     """
     deadline = time.monotonic() + SECONDS_OF_CHECKING
     for file in files:
-        if file.kind not in (*TEXTS, *TABLES) or not os.path.isfile(file.name):
+        if file.kind not in (*TEXTS, *TABLES) or not is_file(file.name):
             continue
         reason = ""
         try:
             is_compressed = _check_head(file)
             if file.kind in TEXTS and not is_compressed:
                 reason = fault_in(file.name, encoding, deadline)
+        except StorageError:
+            raise
         except Exception as error:
             reason = first_line(error)[:MAX_REASON]
         if reason:
@@ -187,7 +191,7 @@ def check_content(files: list[InputFile], encoding: str) -> None:
 
 def _check_head(file: InputFile) -> bool:
     """Returns whether a file is compressed. Raises ValueError if it is something else than its name suggests."""
-    with open(file.name, "rb") as stored:
+    with open_with_retries(file.name) as stored:
         stream = unpacked(stored) if file.kind in TEXTS else stored
         check_head(file.kind, peeked(stream))
         return stream is not stored

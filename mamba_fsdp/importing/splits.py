@@ -10,6 +10,7 @@ from typing import NamedTuple
 from mamba_fsdp.importing.compression import without_ending
 from mamba_fsdp.importing.kinds import SAVED_SPLITS, SPLITS
 from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.storage.retry import is_file
 
 WORD = re.compile("[a-z]+")
 NUMBERING = re.compile(r"\d+([-_]of[-_]\d+)?")
@@ -36,7 +37,7 @@ def splits_of(files: list[Path], root: Path, options: DatasetConfig) -> list[str
         names[folder] = _split_name(folder.name, is_file=False)
     trained = {(entry.parent, name.rest) for entry, name in names.items() if name.split == "train"}
     folders = {entry.parent for entry in names}
-    divided = {folder for folder in folders if (root / folder / SAVED_SPLITS).is_file()}
+    divided = {folder for folder in folders if is_file(root / folder / SAVED_SPLITS)}
     divided |= {entry.parent for entry in names if entry.name == options.split}
     is_asked_for = bool(options.split) or options.splits == "official"
     splits = {

@@ -2,17 +2,19 @@
 
 import logging
 import math
-import mmap
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 from pyarrow import types
 
+from mamba_fsdp.importing.compression import peeked
 from mamba_fsdp.importing.inputs import Document, Fault, InputFile
 from mamba_fsdp.importing.json_records import field_of
 from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.storage.retry import open_with_retries, size_of
 
 ROWS = 64  # rows of a table that are read at a time
 TOKEN_COLUMNS = (
@@ -34,21 +36,24 @@ logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it would repo
 
 
 def parquet_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document | Fault]:
-    with open(file.name, "rb") as stream:  # Python opens it, since names need not be UTF-8
+    with open_with_retries(file.name) as stream:
         rows = pyarrow.parquet.ParquetFile(stream)
         count = rows.metadata.num_rows / ROWS
         yield from _documents_in(rows.iter_batches(batch_size=ROWS), file, options, count)
 
 
 def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document | Fault]:
-    with open(file.name, "rb") as stream:  # Python opens it, since names need not be UTF-8
-        content = pyarrow.py_buffer(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
-        if content[:6].to_pybytes() == b"ARROW1":
-            reader = pyarrow.ipc.open_file(content)
+    with open_with_retries(file.name) as stream:
+        head = peeked(stream)
+        stream.seek(max(0, size_of(Path(file.name)) - len(END_OF_STREAM)))
+        end = stream.read()
+        stream.seek(0)
+        if head.startswith(b"ARROW1"):
+            reader = pyarrow.ipc.open_file(stream)
             count = reader.num_record_batches
             yield from _documents_in(map(reader.get_batch, range(count)), file, options, count)
-        elif content[-8:].to_pybytes() == END_OF_STREAM:
-            yield from _documents_in(pyarrow.ipc.open_stream(content), file, options)
+        elif end == END_OF_STREAM:
+            yield from _documents_in(pyarrow.ipc.open_stream(stream), file, options)
         else:
             raise ValueError("it is cut short, or is not an Arrow file; copy it again")
 

@@ -2,17 +2,18 @@
 
 import codecs
 import io
-import os
 import re
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 from mamba_fsdp.importing.compression import BUFFER, peeked, unpacked
 from mamba_fsdp.importing.inputs import Document, InputFile
 from mamba_fsdp.importing.kinds import CLEAN, KINDS, contradicts, kind_of_bytes
 from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.storage.retry import open_with_retries, size_of
 
 BLOCK = 1 << 20  # bytes or characters that are read at once
 # Characters of a document. It is encoded whole, and that takes some 130 bytes of memory a character.
@@ -59,7 +60,7 @@ class Codec:
     def _choose(self, name: str, encoding: str) -> None:
         invalid = 0
         others = 0
-        with open(name, "rb") as file:
+        with open_with_retries(name) as file:
             stream = io.TextIOWrapper(unpacked(file), "utf-8", "surrogateescape")
             while text := stream.read(BLOCK):
                 invalid += len(INVALID.findall(text))
@@ -85,8 +86,8 @@ class _Watched(io.RawIOBase):
 
     def __init__(self, file: InputFile, encoding: str) -> None:
         self.file = file
-        self.stored = open(file.name, "rb")  # Python opens it, since names need not be UTF-8
-        self.size = max(1, os.path.getsize(file.name))
+        self.stored = open_with_retries(file.name)
+        self.size = max(1, size_of(Path(file.name)))
         self.stream = unpacked(self.stored)
         head = peeked(self.stream)
         check_head(file.kind, head)
@@ -164,7 +165,7 @@ def fault_in(name: str, encoding: str, deadline: float = float("inf")) -> str:
     position = 0  # bytes before `text`
     line = 1
     undecoded = b""  # the first bytes of a character that the block has cut
-    with open(name, "rb") as file:
+    with open_with_retries(name) as file:
         stream = unpacked(file)
         codec = Codec(name, peeked(stream), encoding)
         decoder = codecs.getincrementaldecoder(codec.encoding)(codec.errors)

@@ -1,16 +1,20 @@
 """Reads files of token ids: flat ones, NumPy's and Composer's DataLayout. They are mapped and read window by window."""
 
+import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mamba_fsdp.errors import first_line
+from mamba_fsdp.importing.compression import peeked
 from mamba_fsdp.importing.inputs import Document, InputFile
 from mamba_fsdp.importing.kinds import NUMPY_MAGIC
 from mamba_fsdp.importing.text_files import check_head
 from mamba_fsdp.settings.dataset_config import DatasetConfig
+from mamba_fsdp.storage.retry import open_with_retries, read_text, retry_io
 from mamba_fsdp.text import format_count
 
 WINDOW = 1 << 20  # tokens of a mapped file that are read at a time
@@ -61,19 +65,19 @@ def flat_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
 def _flat_ids(file: InputFile, dtype: str) -> np.ndarray:
     """Maps the ids, of the type that NumPy's header names, or else of `dtype`. Raises ValueError if the type is not known
     or does not fit."""
-    with open(file.name, "rb") as stream:
-        head = stream.read(512)
-    check_head(file.kind, head)
-    if head.startswith(NUMPY_MAGIC):
-        return _numpy_array(file.name)
-    if dtype == "auto":
-        raise ValueError("it does not name the type of its ids; give it, as in --dtype=uint16")
-    size = Path(file.name).stat().st_size
-    if size % np.dtype(dtype).itemsize:
-        raise ValueError(
-            f"{size} bytes are not a whole number of {dtype}: it is cut short, or its ids have another type"
-        )
-    ids = np.memmap(file.name, dtype, "r")
+    with open_with_retries(file.name) as stream:
+        head = peeked(stream)
+        check_head(file.kind, head)
+        if head.startswith(NUMPY_MAGIC):
+            return _numpy_array(file.name)
+        if dtype == "auto":
+            raise ValueError("it does not name the type of its ids; give it, as in --dtype=uint16")
+        size = stream.seek(0, os.SEEK_END)
+        if size % np.dtype(dtype).itemsize:
+            raise ValueError(
+                f"{size} bytes are not a whole number of {dtype}: it is cut short, or its ids have another type"
+            )
+        ids = np.memmap(stream, dtype, "r")
     start = ids[:WINDOW]
     if start.any() and len(start) > 1 and not start[1::2].any():
         raise ValueError(f"every second id is 0: its ids are wider than {dtype}")
@@ -83,7 +87,7 @@ def _flat_ids(file: InputFile, dtype: str) -> np.ndarray:
 def _numpy_array(name: str) -> np.ndarray:
     """Maps the array in a file of NumPy's."""
     try:
-        array = np.load(name, mmap_mode="r")
+        array = retry_io(partial(np.load, name, mmap_mode="r"), name)
     except ValueError as error:
         raise ValueError(f"it is cut short, or not a plain array ({first_line(error)})") from error
     if array.dtype.kind not in "iu" or array.ndim != 1:
@@ -120,13 +124,14 @@ def datalayout_documents(file: InputFile, options: DatasetConfig) -> Iterator[Do
 def _mapped_entries(path: Path) -> np.ndarray:
     """Maps the entries of a file. Raises ValueError if their number is not the one in its size file."""
     size_file = Path(f"{path}.size")
-    count = int(size_file.read_text())
-    size = path.stat().st_size
-    if size != 4 * count or not count:
-        raise ValueError(
-            f"{size} bytes, but {size_file.name} says {format_count(count, 'token')} of 4 bytes; copy both files again"
-        )
-    return np.memmap(path, "<i4", "r")
+    count = int(read_text(size_file))
+    with open_with_retries(path) as stream:
+        size = stream.seek(0, os.SEEK_END)
+        if size != 4 * count or not count:
+            raise ValueError(
+                f"{size} bytes, but {size_file.name} says {format_count(count, 'token')} of 4 bytes; copy both files again"
+            )
+        return np.memmap(stream, "<i4", "r")
 
 
 def document_starts(entries: Any, eos: int) -> np.ndarray:

@@ -3,6 +3,7 @@ a minute. Small files are replaced atomically."""
 
 import contextlib
 import errno
+import io
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from mamba_fsdp.errors import StorageError, UserError, first_line
 from mamba_fsdp.text import format_quantity
@@ -63,11 +64,12 @@ def retry_io(action: Callable[[], T], what: str | Path) -> T:
             return result
 
 
-def parse_os_error(error: RuntimeError) -> OSError | None:
-    """Converts a RuntimeError of torch with the text of a system error, such as "unable to mmap 8 bytes: Interrupted system
-    call (4)", to an OSError. Returns None for any other error."""
-    match = re.search(r": ([^:]+) \((\d+)\)$", first_line(error))
-    return OSError(int(match[2]), match[1]) if match else None
+def parse_os_error(error: Exception) -> OSError | None:
+    """Converts an exception of torch or of a library in Rust with the text of a system error, such as "unable to mmap 8 bytes:
+    Interrupted system call (4)" or "No space left on device (os error 28)", to an OSError. Returns None for any other
+    error."""
+    match = re.search(r"(?:: [^:]+ \(|\(os error )(\d+)\)$", first_line(error))
+    return OSError(int(match[1]), os.strerror(int(match[1]))) if match else None
 
 
 def storage_error(error: OSError, text: str) -> UserError:
@@ -123,21 +125,66 @@ def list_names(folder: str | Path) -> list[str]:
         return []
 
 
+def list_entries(folder: str | Path) -> dict[str, bool]:
+    """Returns {name: whether it is a folder or a link to one} for a folder, without a call to the file server for each file.
+    Raises StorageError after a minute of retries, and other OSErrors immediately."""
+
+    def attempt() -> dict[str, bool]:
+        with os.scandir(folder) as entries:
+            return {
+                entry.name: is_folder(entry.path) if entry.is_symlink() else entry.is_dir()
+                for entry in entries
+            }
+
+    return retry_io(attempt, folder)
+
+
 def open_to_read(path: str | Path, flags: int = 0) -> BinaryIO:
     """Opens an untrusted file for reading.
 
     flags: further flags for os.open. Raises OSError, also for a pipe or a device, because opening or reading it could block
     forever."""
 
-    def opener(name: str, mode: int) -> int:
-        descriptor = os.open(name, mode | flags | os.O_NONBLOCK)
-        kind = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # open() raises an error for folders
-            os.close(descriptor)
-            raise OSError(errno.EACCES, f"{Path(name).name} is not a regular file", name)
-        return descriptor
+    return open(path, "rb", opener=partial(_open_regular_file, flags))
 
-    return open(path, "rb", opener=opener)
+
+def _open_regular_file(flags: int, name: str, mode: int) -> int:
+    descriptor = os.open(name, mode | flags | os.O_NONBLOCK)
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # open() raises an error for folders
+        os.close(descriptor)
+        raise OSError(errno.EACCES, f"{Path(name).name} is not a regular file", name)
+    return descriptor
+
+
+def open_with_retries(path: str | Path) -> io.BufferedReader:
+    """Opens an untrusted file for reading, like open_to_read, for example a large one that is read for hours. Opening it and
+    each read are retried: they raise StorageError after a minute of retries. Raises other OSErrors immediately."""
+    return io.BufferedReader(retry_io(partial(_FileWithRetries, path), path))
+
+
+class _FileWithRetries(io.FileIO):
+    """A file whose reads are retried."""
+
+    # The methods of RawIOBase call readinto.
+    read: Any = io.RawIOBase.read
+    readall = io.RawIOBase.readall
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path, opener=partial(_open_regular_file, 0))
+
+    def readinto(self, buffer: Any) -> int:
+        return retry_io(partial(self._read, buffer), str(self.name))
+
+    def _read(self, buffer: Any) -> int:
+        try:
+            return os.readv(self.fileno(), [buffer])
+        except OSError:
+            # A descriptor can stay stale after a restart of the file server, so the next attempt uses a new one.
+            with contextlib.suppress(OSError), _FileWithRetries(self.name) as new:
+                new.seek(self.tell())
+                os.dup2(new.fileno(), self.fileno())
+            raise
 
 
 def read_once(path: str | Path, most: int = MAX_READ, flags: int = 0) -> tuple[bytes, int]:
@@ -184,11 +231,34 @@ def write_durably(path: Path, write: Callable[[BinaryIO], object]) -> None:
     immediately.
     """
 
+    retry_io(lambda: _write_once(open(path, "wb"), write), path)
+
+
+def _write_once(file: BinaryIO, write: Callable[[BinaryIO], object]) -> None:
+    """Writes to an open file, closes it, and returns when the content is on the disk."""
+    with file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_part(path: Path, start: int, content: bytes | bytearray, is_last: bool) -> None:
+    """Writes `content` into a file from byte `start` on, and returns when it is on the disk. Creates the file if it does not
+    exist.
+
+    is_last: removes everything after it. Raises StorageError after a minute of retries, and other OSErrors immediately."""
+
+    def write(file: BinaryIO) -> None:
+        file.seek(start)
+        file.write(content)
+        if is_last:
+            file.truncate()
+
     def attempt() -> None:
-        with open(path, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
+        descriptor = os.open(
+            path, os.O_WRONLY | os.O_CREAT, 0o666
+        )  # open() would truncate the file
+        _write_once(open(descriptor, "wb"), write)
 
     retry_io(attempt, path)
 
@@ -286,10 +356,7 @@ def write_atomically(path: str | Path, data: str | bytes, own: Path | None = Non
     def attempt() -> None:
         temporary = (own or final.parent) / f".{final.name}.{uuid.uuid4().hex}.tmp"
         try:
-            with open(temporary, "xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            _write_once(open(temporary, "xb"), lambda file: file.write(content))
             os.replace(temporary, final)
         except BaseException:
             with contextlib.suppress(OSError):

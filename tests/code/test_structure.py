@@ -156,7 +156,6 @@ FILE_CALLS = re.compile(
 MAY_USE_FILES = {
     "benchmarks": "no part of the library",
     "mamba_fsdp/launch": "runs on the cluster's own Python, or on a node's own disk",
-    "mamba_fsdp/importing": "reads what others wrote, and says which file it can't read",
     "mamba_fsdp/storage": "is the care",
     "mamba_fsdp/errors.py": "is imported by storage/",
     "mamba_fsdp/this_process.py": "is imported by storage/",
@@ -165,7 +164,6 @@ MAY_USE_FILES = {
     "mamba_fsdp/run/names.py": "runs on the cluster's own Python too",
     "mamba_fsdp/run/lease.py": "makes its file, or finds that another has made it",
     "mamba_fsdp/run/records.py": "appends to a file, and retries by itself",
-    "mamba_fsdp/data/store.py": "writes a file in parts, and resumes after a failure",
     "mamba_fsdp/checkpoint/files.py": "reads a file back while it is written; the caller retries",
 }
 

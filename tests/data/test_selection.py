@@ -96,5 +96,5 @@ def test_only_the_default_data_is_made_and_only_if_it_is_missing(tmp_path, monke
     assert missing_builtin(DataConfig("data/builtin/")) == store, "an empty folder"
     (store / "train/index.json").touch()
     assert missing_builtin(DataConfig("data/builtin")) is None
-    (store / ".progress.json").touch()
+    (store / ".progress").mkdir()
     assert missing_builtin(DataConfig("data/builtin")) == store, "a part of it"

@@ -1,0 +1,131 @@
+"""get_dataset.py on storage with transient errors: the import takes longer, and its bytes are the same."""
+
+import errno
+import gzip
+import os
+import shutil
+
+import datasets
+import numpy as np
+import pytest
+
+from mamba_fsdp.errors import StorageError
+from mamba_fsdp.importing import make_dataset
+from mamba_fsdp.importing.kinds import LeftOut, content_kind, files_below
+from mamba_fsdp.storage import retry
+from tests.support.corpora import content, make_texts, write_records
+from tests.support.disk import Disk
+
+pytestmark = pytest.mark.torch22
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(retry, "MAX_PAUSE", 0.0)
+    monkeypatch.setattr(make_dataset, "SAVE_SECONDS", 0.0)
+    path = tmp_path / "disk"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """{name: a folder of inputs}: text in each format, and token ids."""
+    root = tmp_path_factory.mktemp("sources")
+    texts = make_texts(40)
+    rows = datasets.Dataset.from_dict({"text": texts})
+    words = root / "words"
+    (words / "deeper").mkdir(parents=True)
+    (words / "a.txt").write_text("\n".join(texts))
+    (words / "b.txt.gz").write_bytes(gzip.compress("\n".join(texts).encode()))
+    write_records(words / "deeper/c.jsonl", texts)
+    rows.to_csv(words / "d.csv")
+    rows.to_parquet(words / "e.parquet")
+    rows.save_to_disk(words / "f")
+    ids = np.array([1, 2, 0, 3, 0] * 50, np.uint16)
+    (root / "ids").mkdir()
+    np.save(root / "ids/a.npy", ids)
+    (root / "ids/b.bin").write_bytes(ids.tobytes())
+    return {"words": root / "words", "ids": root / "ids"}
+
+
+OPTIONS = {
+    "words": {"validation_fraction": 0.2, "shard_tokens": 3000},
+    "ids": {"tokenizer": "none", "eos_token": "0", "vocab_size": 4, "dtype": "uint16"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_one_error_of_the_storage_ends_no_import(folder, sources, prepare, monkeypatch, name):
+    """Whichever call it is, and nothing is left out."""
+    disk = Disk(monkeypatch, folder)
+
+    def outcome(failing=None):
+        shutil.rmtree(folder)
+        shutil.copytree(sources[name], folder / "in")
+        with disk.counting(failing):
+            assert prepare(folder / "in", folder / "out", **OPTIONS[name])
+        return content(folder / "out")
+
+    expected = outcome()
+    count = len(disk.calls)
+    for failing in range(0, count):
+        assert outcome(failing) == expected, f"{disk.calls[failing]} fails once"
+    assert count > 50
+
+
+def test_reads_and_flushes_that_fail_are_repeated(folder, sources, prepare, monkeypatch):
+    """Every second read of an input fails, and every second flush, which loses what was written since the last one."""
+    assert prepare(sources["words"], folder / "well", **OPTIONS["words"])
+    (folder / "empty").touch()
+    calls = {"readv": 0, "fsync": 0}
+    readv = os.readv
+
+    def fails(call):
+        calls[call] += 1
+        return calls[call] % 2
+
+    def failing_readv(descriptor, buffers):
+        if fails("readv"):
+            number = (errno.EIO, errno.ESTALE)[calls["readv"] % 4 // 2]
+            # A stale descriptor is of no use any more.
+            with open(folder / "empty") as empty:
+                empty.seek(os.lseek(descriptor, 0, os.SEEK_CUR))
+                os.dup2(empty.fileno(), descriptor)
+            raise OSError(number, os.strerror(number))
+        return readv(descriptor, buffers)
+
+    written = {}
+
+    def failing_fsync(descriptor):
+        before = written.get(os.fstat(descriptor).st_ino, 0)
+        if fails("fsync"):
+            os.ftruncate(descriptor, before)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        written[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    monkeypatch.setattr(os, "readv", failing_readv)
+    monkeypatch.setattr(os, "fsync", failing_fsync)
+    assert prepare(sources["words"], folder / "out", **OPTIONS["words"])
+    assert content(folder / "out") == content(folder / "well")
+    assert min(calls.values()) > 5
+
+
+def test_a_file_that_the_storage_does_not_give_is_not_left_out(folder, monkeypatch, prepare):
+    """--skip_unreadable is for damaged files. Without its first bytes, the kind of a file without an ending is not known."""
+    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
+    (folder / "in").mkdir()
+    write_records(folder / "in/a.jsonl", make_texts(3))
+    (folder / "in/b").write_text("text")
+
+    def lost(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "readv", lost)
+    with pytest.raises(StorageError, match="b: Input/output error, even after"):
+        content_kind(folder / "in/b")
+    with pytest.raises(StorageError, match="a.jsonl: Input/output error, even after"):
+        prepare(folder / "in/a.jsonl", folder / "out", skip_unreadable=True)
+    monkeypatch.setattr(os, "scandir", lost)
+    with pytest.raises(StorageError, match="in: Input/output error, even after"):
+        list(files_below(folder / "in", LeftOut()))
