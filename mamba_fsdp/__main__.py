@@ -55,13 +55,13 @@ Completion for bash: source mamba_fsdp/launch/completion.bash
 
 
 def main() -> None:
-    words = sys.argv[1:] or ["--help"]
-    if words[0] == "help":
-        words[0] = "--help"
-    asked = help_query(words[:2])
-    if asked in VERBS and words[0] not in VERBS:
-        words = [asked, "--help"]
-    verb, *arguments = words
+    args = sys.argv[1:] or ["--help"]
+    if args[0] == "help":
+        args[0] = "--help"
+    asked = help_query(args[:2])
+    if asked in VERBS and args[0] not in VERBS:
+        args = [asked, "--help"]
+    verb, *arguments = args
     if verb in VERBS:
         name = verb.replace("import", "import_")
         module = importlib.import_module(f"mamba_fsdp.verbs.{name}")
@@ -89,7 +89,7 @@ def page_of(module: ModuleType) -> Page:
     if options and "settings_by_name" in inspect.signature(module.main).parameters:
         page.usual = field_docs(options)
         page.sections |= SECTIONS
-        page.words = other_launchers.load_entries
+        page.load_entries = other_launchers.load_entries
     return page
 
 

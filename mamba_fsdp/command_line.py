@@ -240,14 +240,14 @@ def split_arguments(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str
         return (), {name.replace("-", "_"): text for name, _, text in parts}
     import fire  # imported here because it is slow, help does not need it, and some hosts lack it
 
-    words: list[tuple[tuple[str, ...], dict[str, Any]]] = []
+    parsed: list[tuple[tuple[str, ...], dict[str, Any]]] = []
 
     @fire.decorators.SetParseFn(str)
     def capture(*positional: str, **named: str) -> None:
-        words.append((positional, named))
+        parsed.append((positional, named))
 
     fire.Fire(capture, command=list(arguments))
-    positional, named = words[0]
+    positional, named = parsed[0]
     text_by_name = {}
     for name, text in named.items():
         if name.startswith("_"):  # Fire parses --no_wandb as the negation of a flag _wandb

@@ -281,7 +281,7 @@ class _Part:
                 message = (
                     f"file {batch.position.file + 1:,} of {len(self.share.files):,}: "
                     f"{tokens_before + tokens:,} tokens, {rate:,.0f} tokens/s"
-                    f"{pace.words(batch.position.file)}"
+                    f"{pace.describe(batch.position.file)}"
                 )
                 console.show_progress(message)
                 if moment - saved >= SAVE_SECONDS:

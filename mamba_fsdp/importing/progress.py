@@ -49,7 +49,7 @@ class Pace:
             None  # the first call's moment, and bytes read then
         )
 
-    def words(self, number: int) -> str:
+    def describe(self, number: int) -> str:
         """Returns the share that is read, and the time left, while file `number` is being read; "" if no sizes are
         known."""
         total = self.ends[-1]

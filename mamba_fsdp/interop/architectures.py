@@ -68,7 +68,7 @@ class Architecture:
     centred: list[str]
     aliases: Table
     layers_field: str
-    words: Table
+    mixer_names: Table
     free_width: bool
     chooses_norm: bool
     rotated: float | None
@@ -131,10 +131,10 @@ class Architecture:
             return {}
         if self.layers_field == INDICES:
             return {INDICES: [i for i, mixer in enumerate(mixers) if mixer == "attention"]}
-        words = [self.words[mixer] for mixer in mixers]
+        names = [self.mixer_names[mixer] for mixer in mixers]
         if self.layers_field == LETTERS:
-            return {LETTERS: "".join(words)}
-        return {self.layers_field: words}
+            return {LETTERS: "".join(names)}
+        return {self.layers_field: names}
 
     def read_layers(self, fields: Fields, values: Table) -> None:
         """Reads the fields about layers, and adds n_layer and layers to `values`."""
@@ -144,8 +144,8 @@ class Architecture:
             for index in fields.pop_indices(INDICES, len(mixers)):
                 mixers[index] = "attention"
         elif self.layers_field:
-            own_words = {word: mixer for mixer, word in self.words.items()}
-            mixers = _pop_mixers(fields, TABLES["mixers"] | own_words)
+            own_names = {word: mixer for mixer, word in self.mixer_names.items()}
+            mixers = _pop_mixers(fields, TABLES["mixers"] | own_names)
         if values["n_layer"] not in (None, len(mixers)):
             fields.refuse(
                 "num_hidden_layers",
@@ -361,14 +361,14 @@ def _pop_mixers(fields: Fields, known: Table) -> list[str]:
     """Reads the mixer of each layer from a string with one letter per layer, or from a list of names."""
     mixers: list[str] = []
     for name in (LETTERS, "layers_block_type", "layer_types"):
-        words = fields.content.pop(name, None) or ()
-        for word in words:
+        names = fields.content.pop(name, None) or ()
+        for word in names:
             if word not in known:
                 reason = "not a layer that this program knows"
                 if word in ("E", "moe"):
                     reason = "a mixture of experts, which this program does not have"
                 fields.refuse(name, f"has {word!r}, {reason}")
-        mixers = mixers or [known[word] for word in words]
+        mixers = mixers or [known[word] for word in names]
     return mixers
 
 

@@ -15,12 +15,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from mamba_fsdp.errors import UserError, is_checkout
+from mamba_fsdp.errors import PROJECT, UserError, is_checkout
 from mamba_fsdp.launch.host import print_line
 from mamba_fsdp.launch.watcher import HANDLED_SIGNALS
 from mamba_fsdp.run.names import CACHES
 
-PROJECT = Path(__file__).resolve().parents[2]
 SIOCGIFADDR = 0x8915  # Linux's number for "the IPv4 address of this interface"
 PR_SET_PDEATHSIG = 1  # Linux's number for "the signal that my parent's death sends me"
 LOOPBACK = "127.0.0.1"

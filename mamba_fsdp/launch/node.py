@@ -51,7 +51,7 @@ from mamba_fsdp.storage.retry import retry_io, sync_folder, write_atomically
 
 # Slurm ends the step when the first node exits, so each node waits until the others have written their failures.
 FAILURE_WAIT_SECONDS = 3
-NO_ID = "none"  # torchrun's default --rdzv-id
+DEFAULT_RUN_ID = "none"  # torchrun's default --rdzv-id
 
 
 def main(run: Path, args: list[str]) -> int:
@@ -93,7 +93,7 @@ def main(run: Path, args: list[str]) -> int:
     # The output of a single rank ends with its error.
     error_is_printed = options.standalone and ranks == 1
     outcome = build_outcome(run, folder, failure, error_is_printed)
-    if folder.name == NO_ID:
+    if folder.name == DEFAULT_RUN_ID:
         return print_outcome(outcome)
     return publish_outcome(folder, outcome, failure)
 
@@ -107,7 +107,7 @@ def remove_earlier_outcome(folder: Path) -> None:
     """
     if not is_first_node():
         return
-    if folder.name == NO_ID:
+    if folder.name == DEFAULT_RUN_ID:
         shutil.rmtree(folder, ignore_errors=True)
     left = [path for path in folder.glob("*.json") if path.name != RESOLVED]
     for path in left:

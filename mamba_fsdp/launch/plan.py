@@ -40,7 +40,7 @@ from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.launch.machine import check_version
 from mamba_fsdp.launch.nodes import Batch
 from mamba_fsdp.model.spec import parameter_count
-from mamba_fsdp.run.layout import CHECKPOINT_BYTES_PER_PARAMETER, IN_USE_ADVICE, list_committed
+from mamba_fsdp.run.layout import BUSY_RUN_REMEDY, CHECKPOINT_BYTES_PER_PARAMETER, list_committed
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, LEASE, SETTINGS
 from mamba_fsdp.settings.resolve import (
@@ -140,7 +140,7 @@ def check_folder(settings: TrainConfig) -> None:
     lease = Lease(folder / LEASE)
     look = lease.read_snapshot()
     if look and look.is_alive():
-        lease.check_unused(IN_USE_ADVICE)
+        lease.check_unused(BUSY_RUN_REMEDY)
     # Otherwise, the starting point defines the size of the model.
     if not settings.checkpoint.starts_from_model():
         check_space(settings, 1)

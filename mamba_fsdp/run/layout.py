@@ -20,7 +20,7 @@ from mamba_fsdp.run.names import (
 )
 from mamba_fsdp.storage.retry import exists, list_names, list_temporary_paths
 
-IN_USE_ADVICE = "stop that run first, or give this one another save_ckpt_path"
+BUSY_RUN_REMEDY = "stop that run first, or give this one another save_ckpt_path"
 # A checkpoint stores the weight and AdamW's two moments in fp32. With Muon it stores fewer moments.
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 # Publishing the model writes each weight in fp32 to two files, see write_pth.

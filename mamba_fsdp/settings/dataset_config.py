@@ -87,6 +87,21 @@ class DatasetConfig:
             raise UserError(
                 f"--documents={self.documents}: write file, lines, blank_line or separator:TEXT"
             )
+        self._check_tokenizer()
+        if not all(token.isdecimal() for token in self.strip_tokens):
+            raise UserError(
+                f"--strip_tokens={','.join(self.strip_tokens)}: give token ids, as in 1,2"
+            )
+        if self.splits == "official" and self.split:
+            raise UserError(f"--split={self.split} and --splits=official exclude each other")
+        self._check_encoding()
+        if len(self.delimiter) > 1:
+            raise UserError(
+                f"--delimiter={self.delimiter}: give one character, as in --delimiter=^"
+            )
+        self._check_part()
+
+    def _check_tokenizer(self) -> None:
         if self.tokenizer == "none":
             needs_eos = self.pack != "none"
             if not self.eos_token.isdecimal() and (self.eos_token or needs_eos):
@@ -106,17 +121,8 @@ class DatasetConfig:
             raise UserError(
                 f"--vocab_size={self.vocab_size} is for --tokenizer=none only; leave it out: the tokenizer has a vocabulary size"
             )
-        if not all(token.isdecimal() for token in self.strip_tokens):
-            raise UserError(
-                f"--strip_tokens={','.join(self.strip_tokens)}: give token ids, as in 1,2"
-            )
-        if self.splits == "official" and self.split:
-            raise UserError(f"--split={self.split} and --splits=official exclude each other")
-        self._check_encoding()
-        if len(self.delimiter) > 1:
-            raise UserError(
-                f"--delimiter={self.delimiter}: give one character, as in --delimiter=^"
-            )
+
+    def _check_part(self) -> None:
         number, count = self.part_of()
         if number >= count:
             parts = max(count, 4)

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from mamba_fsdp.errors import PROJECT, UserError
+from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import default, describe_type, format_value
-from mamba_fsdp.storage.retry import is_file, read_text
 from mamba_fsdp.text import suggest_name
 
 MIN_COLUMNS = 60
 MAX_COLUMNS = 100  # longer lines are hard to read
-MAX_DOC_LINES = 12  # the number of lines from docs/ in one answer
 INDENT = 28  # the column where the options' descriptions begin
 
 
@@ -63,9 +61,9 @@ class Option:
     def names(self) -> str:
         return normalize(self.leaf.name, *self.elsewhere)
 
-    def matches(self, words: Sequence[str]) -> bool:
+    def matches(self, terms: Sequence[str]) -> bool:
         text = self.names() + normalize(self.meaning)
-        return all(word in text for word in words)
+        return all(term in text for term in terms)
 
 
 @dataclass
@@ -76,7 +74,7 @@ class Page:
     sections: dict[str, type]  # {name: a dataclass of options}; the name is "" if there is only one
     usual: Collection[str] = ()  # the options that --help shows, in brief; empty: all of them
     # A function that returns {a setting of another program: its Entry}.
-    words: Callable[[], Mapping[str, Any]] = dict
+    load_entries: Callable[[], Mapping[str, Any]] = dict
 
     def text(self, asked: str) -> str:
         """Formats the page.
@@ -87,7 +85,7 @@ class Page:
         is_brief = bool(self.usual) and not asked
         lines = [self.opening.strip()]
         for section, kind in self.sections.items():
-            here = self.options(kind, {} if is_brief else self.words())
+            here = self.options(kind, {} if is_brief else self.load_entries())
             if is_brief:
                 here = [option for option in here if option.leaf.name in self.usual]
             if here:
@@ -105,35 +103,34 @@ class Page:
     def search(self, asked: str) -> list[str]:
         """Returns the lines about all options that match every search term in `asked`. The options with the most matches in
         their names come first."""
-        words = [f" {word.removesuffix('s')}" for word in normalize(asked).split()]
-        entries = self.words()
+        terms = [f" {word.removesuffix('s')}" for word in normalize(asked).split()]
+        entries = self.load_entries()
         entry = entries.get("_".join(asked.split()))
         if entry and not entry.setting:
             return wrap(f"{asked} is not a setting here: {entry.why}")
         options = [
             option for kind in self.sections.values() for option in self.options(kind, entries)
         ]
-        matching = [option for option in options if words and option.matches(words)]
+        matching = [option for option in options if terms and option.matches(terms)]
         if not matching:
-            return self._search_elsewhere(asked, words, options, entries)
-        matching.sort(key=lambda option: -sum(word in option.names() for word in words))
+            return self._search_elsewhere(asked, terms, options, entries)
+        matching.sort(key=lambda option: -sum(term in option.names() for term in terms))
         return [line for option in matching for line in option.lines(is_brief=False)]
 
     def _search_elsewhere(
         self,
         asked: str,
-        words: Sequence[str],
+        terms: Sequence[str],
         options: Sequence[Option],
         entries: Mapping[str, Any],
     ) -> list[str]:
-        """Searches the settings of other programs, then README.md and docs/, for terms that match no option.
+        """Searches the settings of other programs for terms that match no option.
 
         Returns the lines found. Raises UserError, with a suggestion, if there are none."""
         lines = []
         for name, entry in entries.items():
-            if words and entry.why and all(word in normalize(name) for word in words):
+            if terms and entry.why and all(term in normalize(name) for term in terms):
                 lines += wrap(f"{name} is not a setting here: {entry.why}")
-        lines = lines or search_docs(asked)
         if lines:
             return lines
         names = [name for option in options for name in (option.leaf.name, *option.elsewhere)]
@@ -153,20 +150,6 @@ class Page:
                     elsewhere.append(word)
             options.append(Option(leaf, field_docs(kind)[leaf.name], elsewhere))
         return options
-
-
-def search_docs(asked: str) -> list[str]:
-    """Returns the first line in README.md, and in each file of docs/, that contains all search terms in `asked`. The result is
-    empty in an installed package, because it does not contain these files."""
-    words = normalize(asked).split()
-    lines = []
-    for file in [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]:
-        content = read_text(file).splitlines() if is_file(file) else []
-        for number, line in enumerate(content, 1):
-            if words and all(f" {word}" in normalize(line) for word in words):
-                lines += wrap(line.strip(), f"{file.relative_to(PROJECT)}:{number}  ", 4)
-                break
-    return lines[:MAX_DOC_LINES]
 
 
 def first_sentence(text: str) -> str:

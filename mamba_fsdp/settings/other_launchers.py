@@ -50,7 +50,7 @@ CONVERSIONS: dict[str, Callable[[str], str]] = {
 class Entry:
     """An entry of other_launchers.yaml. The comments in that file explain the fields."""
 
-    words: str
+    names: str
     of: str = ""
     setting: str = ""
     values: Mapping[str, str | None] = field(default_factory=dict)  # None: the value is ignored
@@ -139,9 +139,9 @@ def load_table() -> dict[str, Any]:
 def load_entries() -> dict[str, Entry]:
     """Returns {name of a setting in another launcher: its entry}."""
     entry_of: dict[str, Entry] = {}
-    for fields in load_table()["words"]:
+    for fields in load_table()["entries"]:
         entry = Entry(**fields)
-        entry_of |= dict.fromkeys(entry.words.split(), entry)
+        entry_of |= dict.fromkeys(entry.names.split(), entry)
     return entry_of
 
 

@@ -24,7 +24,7 @@ class ParsedSettings:
         self.values: dict[str, Any] = {}  # {setting: its value}
         # {setting: the value that it has by default in the launcher that another setting was written for}
         self.alias_defaults: dict[str, Any] = {}
-        self.words: dict[str, str] = {}  # {setting: the name that the user wrote for it}
+        self.names: dict[str, str] = {}  # {setting: the name that the user wrote for it}
         self.notes: list[str] = []
         self.mistakes: list[str] = []
         for word, text in content.items():
@@ -35,7 +35,7 @@ class ParsedSettings:
 
     def translated_settings(self) -> set[str]:
         """Returns the settings that were given by their names in other launchers."""
-        return {name for name, word in self.words.items() if word not in setting_names()}
+        return {name for name, word in self.names.items() if word not in setting_names()}
 
     def _read(self, word: str, text: Any) -> None:
         name = setting_names().get(word)
@@ -68,11 +68,11 @@ class ParsedSettings:
         Raises UserError for an invalid value. Also raises UserError if it was given before, unless one of the two names
         comes from another launcher and the values agree."""
         value = read_field(name, all_settings()[name][1], text, f" ({self.where})")
-        if name not in self.words:
+        if name not in self.names:
             self.values[name] = value
-            self.words[name] = word
+            self.names[name] = word
             return
-        earlier = self.words[name]
+        earlier = self.names[name]
         both_ours = {word, earlier} <= setting_names().keys()
         agrees = value == self.values[name]
         if isinstance(value, list):  # the new list agrees if the earlier one contains it

@@ -40,7 +40,7 @@ FIRST_START_ONLY = {"save_ckpt_path", "load_ckpt_path", "init_from", "resuming_d
 
 
 def resolve_settings(
-    words: Mapping[str, Any],
+    args: Mapping[str, Any],
     config_file: str | None = None,
     stray: Sequence[str] = (),
     where: str = "on the command line",
@@ -52,8 +52,8 @@ def resolve_settings(
     A setting in the file is dropped if it has no effect only because of the command line. Settings of other launchers
     (mamba_fsdp/settings/other_launchers.yaml) are translated; `notes` in the result describes the translation.
 
-    words: {name: text} from the command line, with precedence over the file. config_file: a path, or the name of a ready
-    run or a model. stray: arguments that are not of the form --name=value. where: describes the source of `words` in
+    args: {name: text} from the command line, with precedence over the file. config_file: a path, or the name of a ready
+    run or a model. stray: arguments that are not of the form --name=value. where: describes the source of `args` in
     messages, for example "on the command line".
 
     Raises one UserError for all unknown names (with the most similar name) and for all values of the wrong type or out of
@@ -61,7 +61,7 @@ def resolve_settings(
     """
     if stray:
         raise UserError(f"{stray[0]}: settings are written --name=value")
-    on_line = ParsedSettings(words, where)
+    on_line = ParsedSettings(args, where)
     in_file = read_file(config_file)
     raise_mistakes([*on_line.mistakes, *in_file.mistakes])
     drop_alternatives(in_file.values, on_line.values)

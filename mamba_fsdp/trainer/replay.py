@@ -38,7 +38,6 @@ MAX_REPLAYED = 200  # steps, if the user does not give a number
 COMPARED_METRICS = {"loss", "grad_norm"}
 # Relative difference allowed for losses and gradient norms if their bits can differ.
 TOLERANCE = 0.02
-NOT_BITWISE = "; not compared bit for bit, since it ran with"
 
 
 class DifferenceError(UserError):
@@ -108,20 +107,13 @@ def find_step_range(run: Path, first: int, count: int) -> StepRange:
     if first < 0:
         first = [*kept][-2:][0]
     starts = [event for event in read_events(run) if event.get("event") == "started"]
-    before = [start for start in starts if start["step"] <= first]
-    ends = [start["step"] for start in starts if start["step"] > first]
-    later = [step for step in kept if step > first]
-    stops = [first + (count or MAX_REPLAYED), *ends]
-    if not count:
-        stops += later
-    end = min(stops)
-    recorded = {}
-    for entry, _ in iterate_entries(run / STEPS):
-        numbers = flatten_numbers(entry)
-        if first < entry["step"] <= end and COMPARED_METRICS <= numbers.keys():
-            recorded[entry["step"]] = numbers
+    restarts = [start["step"] for start in starts if start["step"] > first]
+    checkpoints = [step for step in kept if step > first]
+    end = min([first + (count or MAX_REPLAYED), *restarts, *([] if count else checkpoints)])
+    recorded = read_recorded_steps(run, first, end)
     # A restart or a checkpoint proves that the run made the steps before it, even if they are not recorded.
-    last = max((step for step in [*recorded, *ends, *later] if step <= end), default=first)
+    made = [step for step in [*recorded, *restarts, *checkpoints] if step <= end]
+    before = [start for start in starts if start["step"] <= first]
     if not recorded or not before or "code" not in before[-1]:
         raise UserError(
             f"{run} records no step after step {first}, and runs of older versions record none; give --from an earlier "
@@ -133,7 +125,17 @@ def find_step_range(run: Path, first: int, count: int) -> StepRange:
         raise UserError(
             f"{run / EVENTS}: the event of the start at step {before[-1]['step']} is damaged: {error}"
         ) from None
-    return StepRange(run, first, kept, last, recorded, start)
+    return StepRange(run, first, kept, max(made), recorded, start)
+
+
+def read_recorded_steps(run: Path, first: int, last: int) -> dict[int, dict[str, Any]]:
+    """Returns {step: its numbers} for the steps after `first`, up to `last`, whose loss and gradient norm are recorded."""
+    recorded = {}
+    for entry, _ in iterate_entries(run / STEPS):
+        numbers = flatten_numbers(entry)
+        if first < entry["step"] <= last and COMPARED_METRICS <= numbers.keys():
+            recorded[entry["step"]] = numbers
+    return recorded
 
 
 def prepare_replay(span: StepRange, world: World, scratch: RunFolder) -> StartingPoint:
@@ -165,8 +167,13 @@ def prepare_replay(span: StepRange, world: World, scratch: RunFolder) -> Startin
 def compare(span: StepRange, context: TrainContext) -> None:
     """Repeats the steps, and prints a line if they agree. Raises DifferenceError at the first difference."""
     console = Console(enabled=context.world.rank == 0)
-    since = describe_changed_environment(span.start, context)
-    tolerance = TOLERANCE if NOT_BITWISE in since else 0
+    changes = list_changes(span.start, context)
+    tolerance = TOLERANCE if changes else 0
+    since = ""
+    if changes:
+        since = f"; not compared bit for bit, since it ran with {', '.join(changes)}"
+    if span.start.code != context.environment_fingerprint()["code"]:
+        since += "; the code has changed since then"  # this often does not change the bits
     checkpoints = 0
     last = span.last
     for step, stats in zip(range(span.first + 1, last + 1), loop.iterate_steps(context)):
@@ -203,24 +210,20 @@ def check_data(context: TrainContext) -> None:
             source.verify(only_used=True)
 
 
-def describe_changed_environment(start: StartEvent, context: TrainContext) -> str:
-    """Describes differences between the environments of the run and of this replay that can change the bits of a step.
-
-    Returns "" if nothing differs. A change of the code is mentioned, but often does not change the bits.
-    """
+def list_changes(start: StartEvent, context: TrainContext) -> list[str]:
+    """Describes each difference between the run and this replay that changes the bits of a step, apart from the code."""
     then = vars(start)
     now = context.environment_fingerprint()
     names = ("ranks", "ranks_per_node", "device", "kernels", "torch")
-    others = [
+    changes = [
         f"{name.replace('_', ' ')} {then[name]} (here {now[name]})"
         for name in names
         if then[name] != now[name]
     ]
     on_gpu = context.world.device.type == "cuda"
     if on_gpu and not is_reproducible(context.settings, context.kernels.backends):
-        others.append("kernels that repeat their bits only with deterministic=true")
-    said = f"{NOT_BITWISE} {', '.join(others)}" if others else ""
-    return said if then["code"] == now["code"] else f"{said}; the code has changed since then"
+        changes.append("kernels that repeat their bits only with deterministic=true")
+    return changes
 
 
 def compare_numbers(recorded: dict[str, Any], stats: StepStats, tolerance: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run import records
-from mamba_fsdp.run.layout import IN_USE_ADVICE, check_is_run_folder, newest_step
+from mamba_fsdp.run.layout import BUSY_RUN_REMEDY, check_is_run_folder, newest_step
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import (
     CHECKPOINTS,
@@ -61,7 +61,7 @@ class RunFolder:
                     f"save_ckpt_path {self.path}: {CHECKPOINTS} is on another disk, and checkpoints can't be moved there; "
                     "set save_ckpt_path to a folder on that disk"
                 )
-            self.lease.acquire(partial(print, flush=True), IN_USE_ADVICE)
+            self.lease.acquire(partial(print, flush=True), BUSY_RUN_REMEDY)
         except OSError as error:
             raise storage_error(
                 error,

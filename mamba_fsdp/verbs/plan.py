@@ -110,20 +110,32 @@ class PlanConfig:
 def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
     machine = choose_machine(options)
     if name:
-        argument_name = "dataset_path" if options.hours else "model_name"
-        settings_by_name = {argument_name: name[0], **settings_by_name}
+        settings_by_name = {read_name(name[0], options): name[0], **settings_by_name}
     config = settings_by_name.pop("config", None)
-    if name and not options.hours and exists(name[0]):
-        raise UserError(_not_a_model_message(name[0]))
-    if name and options.hours and normalize_name(name[0]) in SPELLINGS and not exists(name[0]):
-        raise UserError(
-            f"{name[0]} is a model; with --hours, give the data, as in plan data/mine --model_name={name[0]}"
-        )
     settings = resolve_settings(settings_by_name, config, name[1:])
-    if options.hours:
-        words, data_tokens = find_data(settings_by_name, settings, options.tokens)
-        show_sizes(words, config, data_tokens, options, machine)
-        return 0
+    if not options.hours:
+        return show_training(settings, options, machine)
+    args, data_tokens = find_data(settings_by_name, settings, options.tokens)
+    show_sizes(args, config, data_tokens, options, machine)
+    return 0
+
+
+def read_name(name: str, options: PlanConfig) -> str:
+    """Returns the setting that the first argument gives. Raises UserError if it is data instead of a model, or a model
+    instead of data."""
+    if not options.hours:
+        if exists(name):
+            raise UserError(_not_a_model_message(name))
+        return "model_name"
+    if normalize_name(name) in SPELLINGS and not exists(name):
+        raise UserError(
+            f"{name} is a model; with --hours, give the data, as in plan data/mine --model_name={name}"
+        )
+    return "dataset_path"
+
+
+def show_training(settings: TrainConfig, options: PlanConfig, machine: Instance | None) -> int:
+    """Prints the estimates of one training. Returns the exit code: whether it fits."""
     # Importing torch takes seconds; mistakes in the arguments are reported before.
     from mamba_fsdp.planning.estimate import best_estimate, estimate, local_machine
 
@@ -166,14 +178,14 @@ def _not_a_model_message(path: str) -> str:
 
 
 def find_data(
-    words: dict[str, str], settings: TrainConfig, tokens: int
+    args: dict[str, str], settings: TrainConfig, tokens: int
 ) -> tuple[dict[str, str], int]:
     """Finds the training data for --hours.
 
-    words: {name: text} of the settings on the command line. tokens: the number of tokens of data that does not exist yet,
-    or 0 if it exists. Returns (`words` with the settings that follow from the data, number of tokens). Raises UserError if
-    there is no data, or if `words` contains a setting that --hours chooses."""
-    for name in CHOSEN_BY_HOURS & words.keys():
+    args: {name: text} of the settings on the command line. tokens: the number of tokens of data that does not exist yet,
+    or 0 if it exists. Returns (`args` with the settings that follow from the data, number of tokens). Raises UserError if
+    there is no data, or if `args` contains a setting that --hours chooses."""
+    for name in CHOSEN_BY_HOURS & args.keys():
         raise UserError(f"{name}: plan chooses it with --hours; leave it out")
     model_name = settings.model.model_name
     if "d_intermediate" in preset(model_name):
@@ -188,15 +200,15 @@ def find_data(
             "plan --hours=8 --tokens=2e9"
         )
     if tokens:
-        return {"dataset_path": "data/mine", **words}, tokens
+        return {"dataset_path": "data/mine", **args}, tokens
     sources, _ = training_sources(settings.data)
     vocab_size = max(source.vocab_size for source in sources.values())
     data_tokens = sum(source.token_count for source in sources.values())
-    return {"vocab_size": str(vocab_size), **words}, data_tokens
+    return {"vocab_size": str(vocab_size), **args}, data_tokens
 
 
 def show_sizes(
-    words: dict[str, str],
+    args: dict[str, str],
     config: str | None,
     data_tokens: int,
     options: PlanConfig,
@@ -204,7 +216,7 @@ def show_sizes(
 ) -> None:
     """Prints three model sizes that can be trained in the available time.
 
-    words: {name: text} of the settings. config: the settings file. data_tokens: the number of tokens of the data. described:
+    args: {name: text} of the settings. config: the settings file. data_tokens: the number of tokens of the data. described:
     the machine, or None for this machine."""
     from mamba_fsdp.planning.estimate import local_machine
     from mamba_fsdp.planning.sizes import Budget, plan_sizes, report_sizes
@@ -219,7 +231,7 @@ def show_sizes(
         data_tokens=data_tokens,
         data_exists=not options.tokens,
     )
-    sizes = plan_sizes(words, config, budget, measure_tokens_per_second)
+    sizes = plan_sizes(args, config, budget, measure_tokens_per_second)
     console = Console()
     if options.json:
         console.print_line(format_json({name: asdict(size) for name, size in sizes.items()}))

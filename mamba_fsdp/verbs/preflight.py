@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from mamba_fsdp.errors import StorageError, UserError
+from mamba_fsdp.errors import PROJECT, StorageError, UserError
 from mamba_fsdp.interop.places import find_origin
 from mamba_fsdp.launch import machine
 from mamba_fsdp.launch.checks import CHECKS
@@ -35,16 +35,16 @@ from mamba_fsdp.trainer.fingerprint import code_digest
 JOB_CHECKS = [check for check in CHECKS if check.exit_code is not None]
 
 
-def main(action: str, folder: str, *words: str) -> int:
-    if action == "judge" and words:
-        return judge(Path(folder), words)
-    if action == "kernels" and len(words) == 1:
-        return test_kernels(Path(folder), Path(words[0]))
-    if action != "report" or len(words) != 1:
+def main(action: str, folder: str, *args: str) -> int:
+    if action == "judge" and args:
+        return judge(Path(folder), args)
+    if action == "kernels" and len(args) == 1:
+        return test_kernels(Path(folder), Path(args[0]))
+    if action != "report" or len(args) != 1:
         raise UserError(
             "preflight: write `report FOLDER SETTINGS`, `judge FOLDER NODE ...` or `kernels RUN SETTINGS`"
         )
-    report(Path(folder), Path(words[0]))
+    report(Path(folder), Path(args[0]))
     return 0
 
 
@@ -139,7 +139,7 @@ def judge(folder: Path, nodes: Sequence[str]) -> int:
             problems.append(Problem(1, node, sentence))
         elif content.get("code") != own_code:  # None: an older version wrote the report
             sentence = (
-                f"its {machine.PROJECT} contains other code than on {nodes[0]}; mount the shared file system there, "
+                f"its {PROJECT} contains other code than on {nodes[0]}; mount the shared file system there, "
                 f"or submit again with --exclude={node}"
             )
             problems.append(Problem(1, node, sentence))

@@ -14,16 +14,16 @@ from mamba_fsdp.settings.resolve import read_resolved, resolve_settings
 from mamba_fsdp.settings.settings_page import settings_page as page  # noqa: F401
 
 
-def main(*stray: str, config: str | None = None, resolved: str | None = None, **words: str) -> int:
+def main(*stray: str, config: str | None = None, resolved: str | None = None, **args: str) -> int:
     """Trains a model. Returns the exit code.
 
-    stray: arguments that are not of the form --name=value; they are an error. config: a settings file. words: {name: text} of
+    stray: arguments that are not of the form --name=value; they are an error. config: a settings file. args: {name: text} of
     the settings. resolved: a file with all settings, checked and written by the launcher; it replaces the other arguments."""
     set_up_rank_signals()
     if resolved:
         settings = read_resolved(Path(resolved))
     else:
-        settings = resolve_settings(words, config, stray)
+        settings = resolve_settings(args, config, stray)
         try:
             prepare(settings)
         except KeyboardInterrupt:  # exit without waiting for the threads that make data/builtin

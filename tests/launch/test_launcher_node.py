@@ -48,7 +48,7 @@ FAILURE = Failure("a", rank=3, exit_code=74, was_killed=False, time=2.0, reason=
     "name, stays, said",
     [
         ("77.0", [names.RESOLVED], "restarts   the ranks after the loss of a node\n"),
-        (node.NO_ID, [], ""),
+        (node.DEFAULT_RUN_ID, [], ""),
     ],
 )
 def test_what_an_earlier_start_has_left_is_forgotten(

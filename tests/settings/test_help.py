@@ -82,11 +82,10 @@ BESIDES = {  # what is asked: what is named in place of an option
     "early": "early_stopping_patience is not a setting here: a run has its length; a file STOP",
     "patience": "STOP",
     "gpu": "./1.train.sbatch trains on all GPUs",
-    "slurm": "docs/cluster.md:1 # Training on a Slurm cluster",
 }
 
 
-def test_a_word_without_an_option_finds_another_program_s_word_or_a_line_of_docs():
+def test_a_topic_without_an_option_finds_a_setting_of_another_program():
     for asked, answer in BESIDES.items():
         assert answer in " ".join(settings_page().text(asked).split()), asked
 

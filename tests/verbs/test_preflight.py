@@ -8,7 +8,7 @@ import pytest
 
 from mamba_fsdp import command_line
 from mamba_fsdp.checkpoint.saved_run import TrainState
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import PROJECT, UserError
 from mamba_fsdp.launch import checks, machine
 from mamba_fsdp.run.names import VERDICT
 from mamba_fsdp.settings.resolve import as_json_object
@@ -116,7 +116,7 @@ def test_a_node_whose_project_folder_is_of_another_version_is_named(folder, repo
     (folder / "b.json").write_text(content)
     code, _, wrong = judge("a", "b")
     assert code == 1 and len(wrong.splitlines()) == 1
-    assert f"error: b: its {machine.PROJECT} contains other code than on a; mount the" in wrong
+    assert f"error: b: its {PROJECT} contains other code than on a; mount the" in wrong
 
 
 def test_too_little_space_for_the_checkpoints_to_come(folder, report, judge, monkeypatch):
