@@ -20,8 +20,6 @@ import torch
 
 from benchmarks.measure import steps_in_turn, table
 from benchmarks.our_step import our_step
-from mamba_fsdp.planning.devices import INSTANCES
-from mamba_fsdp.planning.estimate import estimate
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import TrainConfig
 from tests.support.nullgpu import build
@@ -55,14 +53,12 @@ def row(model: str) -> dict[str, object]:
     once, twice = steps_in_turn(makers, 15).values()
     more = statistics.median(b.cpu_seconds - a.cpu_seconds for a, b in zip(once, twice))
     launches, of_twice = (steps[1].returned - steps[0].returned for steps in (once, twice))
-    planned = estimate(settings, 1, INSTANCES["p5.4xlarge"]).seconds_per_step
     return {
         "model": model,
         "block, CPU ms": f"{1e3 * more / layers:.2f}",
         "its launches": ((of_twice - launches) / layers).round().int().tolist(),
         "step, CPU ms": f"{1e3 * statistics.median(each.cpu_seconds for each in once):.0f}",
         "step's launches": launches.tolist(),
-        "plan's step on an H100, ms": f"{1e3 * planned:.0f}",
     }
 
 

@@ -5,13 +5,12 @@ Only ratios of one run are compared, round by round: other programs on the machi
 
 import argparse
 import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from typing import Any, NamedTuple
-from unittest import mock
 
 WARM_UP = 2  # steps that are not counted
 
@@ -28,14 +27,11 @@ class Step(NamedTuple):
 class Worker:
     """A process of its own that takes a step whenever it is asked to."""
 
-    def __init__(
-        self, make_step: Callable[[], Callable[[], Any]], environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, make_step: Callable[[], Callable[[], Any]]) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, make_step), daemon=True)
-        with mock.patch.dict(os.environ, environment):
-            self.process.start()
+        self.process.start()
         theirs.close()
 
     def wait_until_ready(self) -> None:
@@ -70,16 +66,14 @@ def _most_megabytes() -> int:
 
 
 def steps_in_turn(
-    makers: Mapping[str, Callable[[], Callable[[], Any]]],
-    rounds: int,
-    environments: Mapping[str, Mapping[str, str]] = {},
+    makers: Mapping[str, Callable[[], Callable[[], Any]]], rounds: int
 ) -> dict[str, list[Step]]:
     """Returns {name: a step of each round}. Each maker is called in a process of its own and returns a function that
-    takes a step. environments: by name, variables of that process."""
+    takes a step."""
     with ExitStack() as stack:
         workers = {}
         for name, make_step in makers.items():
-            workers[name] = Worker(make_step, environments.get(name, {}))
+            workers[name] = Worker(make_step)
             stack.callback(workers[name].end)
         for worker in workers.values():
             worker.wait_until_ready()
@@ -105,15 +99,16 @@ def in_turn(works: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, li
     return found
 
 
+def in_processes(work: Callable[[Any], Any], jobs: Iterable[Any], processes: int) -> list[Any]:
+    """Returns the result of `work` for each job. So many processes work at the same time."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        return list(pool.map(work, jobs))
+
+
 def times_as_fast(own: Iterable[float], base: Iterable[float]) -> float:
     """Returns how many times as fast as `base` something is: the median of the rounds' ratios of seconds."""
     return statistics.median(theirs / ours for ours, theirs in zip(own, base))
-
-
-def spread(seconds: list[float]) -> dict[str, str]:
-    """Returns cells of a table."""
-    figures = {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
-    return {name: f"{value:.2f}" for name, value in figures.items()}
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> str:

@@ -1,6 +1,6 @@
 """Takes our training step outside of a run, as training.py takes it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,10 +23,18 @@ from mamba_fsdp.trainer.setup import build_model, initialize_weights
 
 
 def our_step(
-    settings: TrainConfig, device: torch.device, preferred: str = "", **others: Any
+    settings: TrainConfig,
+    device: torch.device,
+    weights: Mapping[str, torch.Tensor] = {},
+    preferred: str = "",
+    **others: Any,
 ) -> Callable[[torch.Tensor], float]:
     """Returns a function that takes a step (forward, loss, backward, clipping, AdamW) on tokens (batch, length + 1) and
-    returns the loss. preferred: a backend. others: other settings."""
+    returns the loss.
+
+    weights: {name: initial value}; if empty, the values are drawn, as at the start of a run. preferred: a backend.
+    others: other settings.
+    """
     settings = settings.with_values(**others)
     options = settings.optimizer
     dtype = DTYPES[settings.training.precision(device.type)]
@@ -38,7 +46,11 @@ def our_step(
     cpp.tune_process(device.type)
     world = World.alone(device=device)
     parallel = build_model(settings, world, choice.backends)
-    initialize_weights(settings, parallel)
+    if weights:
+        for name, parameter in parallel.parameters().items():
+            parameter.data.copy_(weights[name])
+    else:
+        initialize_weights(settings, parallel)
     optimizer = make_optimizer(parallel, parameters(settings.model), options, dtype)
 
     def step(tokens: torch.Tensor) -> float:

@@ -73,9 +73,9 @@ def step_on_tokens(settings: TrainConfig, threads: int = 0) -> Callable[[], floa
     return partial(our_step(settings, CPU), tokens)
 
 
-def settings_of(size: Size, vocab_size: int, layers: str = "mamba1", **others: str) -> TrainConfig:
+def settings_of(size: Size, vocab_size: int, **others: str) -> TrainConfig:
     model = ModelConfig(
-        layers=layers, d_model=size.d_model, n_layer=size.n_layer, vocab_size=vocab_size
+        layers="mamba1", d_model=size.d_model, n_layer=size.n_layer, vocab_size=vocab_size
     )
     return TrainConfig(model).with_values(
         batch_size=size.batch, seq_length=size.length, reset_at_documents=False, **others

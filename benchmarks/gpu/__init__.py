@@ -1,1 +1,1 @@
-"""Measures what a lent GPU can show: python -m benchmarks.gpu --call 1."""
+"""Measures what a lent GPU can show: python -m benchmarks.gpu --call A."""

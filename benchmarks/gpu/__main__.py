@@ -1,32 +1,32 @@
-"""Measures what a lent GPU can show, in calls of at most ten minutes.
+"""Measures what a lent GPU can show, in calls of at most nine minutes.
 
-    benchmarks/gpu_setup.sh SDISTS TARGET       builds mamba_ssm and causal-conv1d if pip can't; then PYTHONPATH=TARGET
-    python -m benchmarks.gpu --call 1           of 5, in order of worth
-    python -m benchmarks.gpu --only values,run
+    python -m benchmarks.gpu --call A           then B, then C
+    python -m benchmarks.gpu --only candidates,ncu
                             [--out FOLDER] [--rehearse]
 
-tests: tests/gpu. values: each backend of each operator compared with float64, its bits twice, the time of whole layers.
-sanitizer: the same on small sizes under compute-sanitizer. ncu: our kernels in layers of models under ncu. run: two cold
-starts that must choose the same, a warm one, equal bits of equal runs and after a kill, stalls by saves. traces: of
-training steps. steps: training steps with and without our norms and use_torch_compile. Other names are presets: their
-training step compared with mamba_ssm's and transformers' model. Each part runs in a process of its own with its own
-time limit, and leaves NAME.log in FOLDER (default: $OUT, else gpu-results); its table goes into the call's summary.
---rehearse: tiny, and on the CPU if there is no GPU.
+A: warm compiles and tunes everything beforehand. mamba2-1.3b and mamba-1.4b: their training step compared with mamba_ssm's
+and transformers' model, and 150 steps on a card that is warm.
+B: tests/gpu. run: two cold starts that must choose the same kernels, a warm one, equal bits of equal runs and after a
+kill, stalls by saves. sanitizer: our kernels in small layers under compute-sanitizer.
+C: candidates: launch configurations and backends compared, with Triton's ptxas and then with CUDA's. ncu: our kernels in
+a layer of each model. traces: 200 steps of training.py, with the kernels that it chooses.
 
-Calls that follow each other on one machine share what Triton compiled. If the machine has no git, add the commit.
+Each part runs in a process of its own with its own time limit, and leaves NAME.log in FOLDER (default: $OUT, else
+gpu-results); its table goes into the call's summary. --rehearse: tiny, and on the CPU if there is no GPU. Calls that
+follow each other on one machine share what Triton compiled. If the machine has no git, add the commit.
+docs/kernels.md has the commands for a machine that is lent for half an hour.
 """
 
 import argparse
 import contextlib
-import importlib.util
 import os
-import platform
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from functools import partial
 from importlib import metadata
@@ -34,34 +34,34 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import models, runs, values
+from benchmarks.gpu import candidates, models, runs, warm
 from benchmarks.measure import command_line, table
 
 LIMITS = {  # seconds at most; a scan's four kernels take Triton twenty of them, for each dtype
-    "values": 300,
-    "tests": 240,
-    "mamba-1.4b": 270,
-    "mamba2-1.3b": 270,
-    "run": 300,
-    "sanitizer": 240,
-    "ncu": 120,
-    "traces": 120,
-    "mamba2-2.7b": 150,
-    "steps": 540,
+    "warm": 130,
+    "mamba2-1.3b": 190,
+    "mamba-1.4b": 190,
+    "tests": 160,
+    "run": 240,
+    "sanitizer": 100,
+    "candidates": 110,
+    "candidates-cuda": 90,
+    "ncu": 60,
+    "traces": 250,
 }
 CALLS = {
-    "1": ("values", "tests"),
-    "2": ("mamba-1.4b", "mamba2-1.3b"),
-    "3": ("run", "sanitizer"),
-    "4": ("ncu", "traces", "mamba2-2.7b"),
-    "5": ("steps",),
+    "A": ("warm", "mamba2-1.3b", "mamba-1.4b"),
+    "B": ("tests", "run", "sanitizer"),
+    "C": ("candidates", "candidates-cuda", "ncu", "traces"),
 }
 ON_DEVICE = {  # called with the device and whether all is small; all others are presets
-    "values": values.measure,
-    "sanitizer": values.measure,
-    "ncu": values.run_triton,
-    "steps": models.measure_steps,
+    "warm": warm.measure,
+    "candidates": candidates.measure,
+    "candidates-cuda": candidates.measure,
+    "sanitizer": candidates.run_kernels,
+    "ncu": candidates.run_kernels,
 }
+DONE = "done"
 PROJECT = Path(__file__).resolve().parents[2]
 
 
@@ -79,18 +79,23 @@ TOOLS = {  # what these parts run under
     "ncu": [
         "ncu",
         "--set=full",
+        "--print-details=all",  # the reasons for which warps stall too
         "--clock-control=none",  # the clocks of a lent GPU are not ours to lock
         f"--kernel-name=regex:^({'|'.join(kernels())})$",
-        "--launch-count=30",
+        "--launch-count=60",
     ],
 }
-# Each tensor in memory of its own, so that the checker finds a write after its end.
-ENVIRONMENT = {"sanitizer": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}}
+TUNED = dict.fromkeys(("warm", *models.PRESETS), {warm.KEEP_CHOICES: "1"})
+ENVIRONMENT = TUNED | {
+    # Each tensor in memory of its own, so that the checker finds a write after its end.
+    "sanitizer": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    "candidates-cuda": {"TRITON_PTXAS_PATH": "/usr/local/cuda/bin/ptxas"},
+}
 
 
 def provenance() -> str:
     """Returns machine, versions and commit, as benchmarks/RESULTS.md wants them."""
-    device = f"CPU {platform.machine()}"
+    device = "CPU"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     versions = []
@@ -108,12 +113,10 @@ def provenance() -> str:
 
 def rows_of(name: str, out: Path, rehearse: bool) -> Iterator[dict[str, object]]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    if name in ("run", "traces"):
+    in_folder = {"run": runs.measure, "traces": partial(runs.trace, out)}
+    if name in in_folder:
         with tempfile.TemporaryDirectory() as folder:
-            if name == "run":
-                yield from runs.measure(Path(folder), rehearse)
-            else:
-                yield from runs.trace(out, Path(folder), rehearse)
+            yield from in_folder[name](Path(folder), rehearse)
         return
     measure = ON_DEVICE.get(name, partial(models.measure, name))
     yield from measure(device, rehearse or name == "sanitizer")
@@ -131,20 +134,29 @@ def run_part(name: str, out: Path, rehearse: bool) -> str:
     """Runs a part in a process of its own; returns what came of it."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--out", str(out)]
     if name == "tests":
-        # Without tests/conftest.py, which wants more packages than they do.
-        command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "tests/gpu"]
+        # Without tests/conftest.py, which wants more packages than they do. Each of xdist's workers compiles kernels.
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--noconftest", "tests/gpu"]
         command.append("--ignore=tests/gpu/test_all.py")
-        if importlib.util.find_spec("xdist"):  # each worker compiles kernels
-            command += ["-n", "auto"]
     elif rehearse:
         command.append("--rehearse")
-    elif name in TOOLS:
+    commands = [command]
+    if name in TOOLS and not rehearse:
         tool = TOOLS[name][0]
         found = shutil.which(tool, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
         if not found:
             return f"there is no {tool}"
-        command = [found, *TOOLS[name][1:], *command]
-    with open(out / f"{name}.log", "wb") as log:
+        # The first command compiles the kernels, which would take long under the tool.
+        commands.append([found, *TOOLS[name][1:], *command])
+    end = time.monotonic() + LIMITS[name]
+    outcome = DONE
+    for command in commands:
+        if outcome == DONE:
+            outcome = run_command(command, name, out, end - time.monotonic())
+    return outcome
+
+
+def run_command(command: list[str], name: str, out: Path, seconds: float) -> str:
+    with open(out / f"{name}.log", "ab") as log:
         process = subprocess.Popen(
             command,
             stdout=log,
@@ -154,8 +166,8 @@ def run_part(name: str, out: Path, rehearse: bool) -> str:
             env=os.environ | ENVIRONMENT.get(name, {}),
         )
     try:
-        code = process.wait(LIMITS[name])
-        return f"ended with {code}, see {name}.log" if code else "done"
+        code = process.wait(seconds)
+        return f"ended with {code}, see {name}.log" if code else DONE
     except subprocess.TimeoutExpired:
         return f"stopped after {LIMITS[name]} s"
     finally:
@@ -200,7 +212,7 @@ def main() -> int:
         print(f"{name:<16}{outcome}", flush=True)
         with open(summary, "a") as file:
             file.write(f"\n## {name}: {outcome}\n\n{take_table(name, out)}")
-    return 0 if outcomes == {"done"} else 1
+    return 0 if outcomes == {DONE} else 1
 
 
 if __name__ == "__main__":

@@ -1,22 +1,27 @@
-"""Compares a whole training step with mamba_ssm's own model and transformers': tokens/s, MFU and peak memory; and our
-step with other settings.
+"""Compares a whole training step with mamba_ssm's own model and transformers': tokens/s, MFU and peak memory.
 
 The step is forward, loss, backward, clipping and AdamW, in bf16 on fp32 weights: ours as training.py takes it, with our
 Triton kernels and with mamba-ssm's, theirs under autocast with mamba-ssm's and causal-conv1d's kernels. All start from
-the same weights and see the same batch; a first loss unlike ours is noted. Each model in turn is built,
-warmed up, timed and dropped, so that peak memory is its own; its row is there at once. MFU is the model's FLOPs (mamba_fsdp/model/spec.py) over
-the device's dense bf16 peak.
+the same weights and see the same batch; a first loss unlike ours is noted. Each model in turn is built, warmed up, timed
+and dropped, so that peak memory is its own; its row is there at once. MFU is the model's FLOPs (mamba_fsdp/model/spec.py)
+over the device's dense bf16 peak.
+
+A few steps run on a card that is cool. The last row is of 150 steps after 50 others, with the medians of the card's
+sensors.
 """
 
 import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gpu.sensors import Sensors
 from benchmarks.our_step import our_step
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.interop import architectures, state_spaces
@@ -24,38 +29,54 @@ from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.init import initial_values
 from mamba_fsdp.model.presets import preset
 from mamba_fsdp.model.spec import flops_per_token, parameters
-from mamba_fsdp.ops import loss
 from mamba_fsdp.ops.backends import why_unavailable
 from mamba_fsdp.planning.devices import device_peak
 from mamba_fsdp.settings.train_config import TrainConfig
 
-TINY = dict(layers="mamba1,mamba2", d_model=64, n_layer=2, vocab_size=250, d_state=16, headdim=32)
-SHAPES = ((8, 2048), (4, 4096))  # (batch, length)
-WARM_UP = 2
-STEPS = 5
+PRESETS = ("mamba2-1.3b", "mamba-1.4b")
+TINY = dict(d_model=64, n_layer=2, vocab_size=250, d_state=16, headdim=32)
+BATCH = 8
+LENGTH = 2048
 LONGEST = 10  # seconds of a compiled step; a slower model would take the others' time
 
 Row = dict[str, object]
+Weights = Mapping[str, torch.Tensor]
 Step = Callable[[torch.Tensor], float]  # on tokens (batch, length + 1); returns the loss
-Build = Callable[[TrainConfig, torch.device], Step]
+Build = Callable[[TrainConfig, torch.device, Weights], Step]
 
 
-def our_step_in_fused(settings: TrainConfig, device: torch.device) -> Step:
+class Steps(NamedTuple):
+    """The numbers of steps of a measurement."""
+
+    warm_up: int
+    timed: int
+
+
+class Timed(NamedTuple):
+    """The result of a measurement."""
+
+    first_loss: float
+    seconds: float  # of a step, the median
+    peak: float  # GiB
+    sensors: str
+
+
+def our_step_in_fused(settings: TrainConfig, device: torch.device, weights: Weights) -> Step:
     need_kernels(device)
-    return our_step(settings, device, preferred="fused")
+    return our_step(settings, device, weights, preferred="fused")
 
 
-def mamba_ssm_step(settings: TrainConfig, device: torch.device) -> Step:
+def mamba_ssm_step(settings: TrainConfig, device: torch.device, weights: Weights) -> Step:
     need_kernels(device)
     from mamba_ssm.models.config_mamba import MambaConfig
     from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 
     config = MambaConfig(**state_spaces.write_config(settings.model))
     model = MambaLMHeadModel(config, device=device)
-    return peer_step(model, initial_weights(settings), settings, device)
+    return peer_step(model, weights, settings, device)
 
 
-def transformers_step(settings: TrainConfig, device: torch.device) -> Step:
+def transformers_step(settings: TrainConfig, device: torch.device, weights: Weights) -> Step:
     need_kernels(device)
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -64,7 +85,6 @@ def transformers_step(settings: TrainConfig, device: torch.device) -> Step:
     with torch.device(device):
         config = AutoConfig.for_model(**fields, use_cache=False)
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    weights = initial_weights(settings)
     peer_weights = {}
     for name, stored in architecture.stored_tensors(settings.model).items():
         rows = weights[name].split([tensor.shape[0] for tensor in stored])
@@ -72,18 +92,15 @@ def transformers_step(settings: TrainConfig, device: torch.device) -> Step:
     return peer_step(model, peer_weights, settings, device)
 
 
+STEPS = Steps(2, 5)
 OURS = partial(our_step, preferred="triton")
-PEERS: dict[str, Build] = {
-    "ours": OURS,
-    "mamba_ssm": mamba_ssm_step,
-    "transformers": transformers_step,
-    "ours, fused": our_step_in_fused,
+MODELS: dict[str, tuple[Build, Steps]] = {
+    "ours": (OURS, STEPS),
+    "mamba_ssm": (mamba_ssm_step, STEPS),
+    "transformers": (transformers_step, STEPS),
+    "ours, fused": (our_step_in_fused, STEPS),
+    "ours, warm": (OURS, Steps(50, 150)),
 }
-# Ours with other settings, each with ours in turn. The compiled one is last: torch 2.2 compiles each block again.
-OTHER_SETTINGS: tuple[dict[str, Build], ...] = (
-    {"ours": OURS, "plain norms": partial(OURS, kernels="norm=reference")},
-    {"ours": OURS, "use_torch_compile": partial(OURS, use_torch_compile=True)},
-)
 
 
 def need_kernels(device: torch.device) -> None:
@@ -95,19 +112,20 @@ def need_kernels(device: torch.device) -> None:
 
 
 def initial_weights(settings: TrainConfig) -> dict[str, torch.Tensor]:
-    """Returns the weights that our step starts from."""
-    weights = {}
-    for name, described in parameters(settings.model).items():
+    """Returns the weights that a run with these settings starts from."""
+
+    def draw(name: str) -> torch.Tensor:
+        described = spec[name]
         value = initial_values(name, described, settings.training.seed, 0, described.size)
-        weights[name] = value.view(described.shape)
-    return weights
+        return value.view(described.shape)
+
+    spec = parameters(settings.model)
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(spec, threads.map(draw, spec)))
 
 
 def peer_step(
-    model: torch.nn.Module,
-    weights: Mapping[str, torch.Tensor],
-    settings: TrainConfig,
-    device: torch.device,
+    model: torch.nn.Module, weights: Weights, settings: TrainConfig, device: torch.device
 ) -> Step:
     options = settings.optimizer
     embedding = next(iter(weights.values()))
@@ -134,11 +152,30 @@ def peer_step(
     return step
 
 
-def time_steps(step: Step, tokens: torch.Tensor) -> tuple[float, list[float]]:
+def settings_of(name: str, rehearse: bool, batch: int = BATCH, **others: int) -> TrainConfig:
+    """Returns the settings of a preset's training. others: fields of its model."""
+    sizes = TINY if rehearse else {}
+    config = preset(name) | sizes | others
+    return TrainConfig(ModelConfig(**config)).with_values(
+        mixed_precision="bf16",
+        batch_size=batch,
+        seq_length=16 if rehearse else LENGTH,
+        reset_at_documents=False,
+        sharding_strategy="none",
+    )
+
+
+def made_up_tokens(settings: TrainConfig, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    shape = (settings.training.batch_size, settings.data.seq_length + 1)
+    return torch.randint(settings.model.vocab_size, shape, generator=generator).to(device)
+
+
+def time_steps(step: Step, tokens: torch.Tensor, steps: Steps) -> tuple[float, list[float]]:
     """Returns (the first loss, seconds of each timed step). A step ends when its loss is read."""
     first = step(tokens)
     seconds = []
-    for _ in range(WARM_UP - 1 + STEPS):
+    for _ in range(steps.warm_up - 1 + steps.timed):
         began = time.perf_counter()
         step(tokens)
         if tokens.is_cuda:
@@ -146,73 +183,53 @@ def time_steps(step: Step, tokens: torch.Tensor) -> tuple[float, list[float]]:
         seconds.append(time.perf_counter() - began)
         if seconds[0] > LONGEST:
             raise UserError(f"a step takes {seconds[0]:.0f} s")
-    return first, seconds[WARM_UP - 1 :]
+    return first, seconds[steps.warm_up - 1 :]
 
 
 def measure(name: str, device: torch.device, rehearse: bool) -> Iterator[Row]:
-    """Yields rows of a preset beside its peers."""
-    for shape in SHAPES:
-        yield from compare(name, shape, PEERS, device, rehearse)
-
-
-def measure_steps(device: torch.device, rehearse: bool) -> Iterator[Row]:
-    """Yields rows of our step with other settings, each in both models before the next."""
-    for builds in OTHER_SETTINGS:
-        for name in ("mamba2-1.3b", "mamba-1.4b"):
-            yield from compare(name, SHAPES[0], builds, device, rehearse)
-
-
-def compare(
-    name: str,
-    shape: tuple[int, int],
-    builds: Mapping[str, Build],
-    device: torch.device,
-    rehearse: bool,
-) -> Iterator[Row]:
-    """Yields a row per model, of which the first is ours."""
-    batch, length = (1, 8) if rehearse else shape
-    config = ModelConfig(**(TINY if rehearse else preset(name)))
-    settings = TrainConfig(config).with_values(
-        mixed_precision="bf16",
-        batch_size=batch,
-        seq_length=length,
-        reset_at_documents=False,
-        sharding_strategy="none",
-    )
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (batch, length + 1), generator=generator).to(device)
-    ours = 0.0  # seconds of a step
-    our_loss = 0.0
-    for title, build in builds.items():
-        row: Row = {"preset": name, "batch": batch, "length": length, "model": title}
-        row |= dict.fromkeys(("tokens/s", "x ours", "MFU", "peak GiB", "note"), "-")
-        plain_loss = loss.on_device  # which use_torch_compile replaces
-        seconds = 0.0
+    """Yields a row for each model; the first is ours."""
+    settings = settings_of(name, rehearse)
+    weights = initial_weights(settings)
+    ours = None
+    for title, (build, steps) in MODELS.items():
+        row: Row = {"preset": name, "model": title}
+        row |= dict.fromkeys(("tokens/s", "x ours", "MFU", "peak GiB", "sensors", "note"), "-")
         try:
-            first, taken = time_steps(build(settings, device), tokens)
-            seconds = statistics.median(taken)
+            timed = time_model(build, settings, device, weights, steps)
         except Exception as error:
-            row["note"] = f"{type(error).__name__}: {first_line(error)}"
-        loss.on_device = plain_loss
+            yield row | {"note": f"{type(error).__name__}: {first_line(error)}"}
+            continue
+        ours = ours or timed
+        yield row | cells(timed, ours, settings)
+
+
+def time_model(
+    build: Build, settings: TrainConfig, device: torch.device, weights: Weights, steps: Steps
+) -> Timed:
+    """Builds a model, takes steps with it and drops it."""
+    tokens = made_up_tokens(settings, device)
+    try:
+        with Sensors() as sensors:
+            first_loss, seconds = time_steps(build(settings, device, weights), tokens, steps)
+    finally:
         gc.collect()  # models and what they saved for the backward pass refer to each other
         peak = forget_peak(device)
-        if not seconds:
-            yield row
-            continue
-        if title == "ours":
-            ours = seconds
-            our_loss = first
-        rate = batch * length / seconds
-        row |= {"tokens/s": f"{rate:,.0f}", "peak GiB": f"{peak:.1f}"}
-        if device.type == "cuda":
-            peak_flops = device_peak(torch.cuda.get_device_name())
-            if peak_flops:
-                row["MFU"] = f"{rate * flops_per_token(config, length) / peak_flops:.1%}"
-        if ours:
-            row["x ours"] = f"{ours / seconds:.2f}"
-            if abs(first - our_loss) > 0.02:
-                row["note"] = f"not the same model: first loss {first:.3f}"
-        yield row
+    return Timed(first_loss, statistics.median(seconds), peak, sensors.medians(sum(seconds)))
+
+
+def cells(timed: Timed, ours: Timed, settings: TrainConfig) -> Row:
+    """Returns a row's figures."""
+    length = settings.data.seq_length
+    rate = settings.training.batch_size * length / timed.seconds
+    row: Row = {"tokens/s": f"{rate:,.0f}", "x ours": f"{ours.seconds / timed.seconds:.2f}"}
+    row |= {"peak GiB": f"{timed.peak:.1f}", "sensors": timed.sensors}
+    if torch.cuda.is_available():
+        peak_flops = device_peak(torch.cuda.get_device_name())
+        if peak_flops:
+            row["MFU"] = f"{rate * flops_per_token(settings.model, length) / peak_flops:.1%}"
+    if abs(timed.first_loss - ours.first_loss) > 0.02:
+        row["note"] = f"not the same model: first loss {timed.first_loss:.3f}"
+    return row
 
 
 def forget_peak(device: torch.device) -> float:

@@ -6,12 +6,16 @@ import hashlib
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+from benchmarks.gpu.models import PRESETS
+from benchmarks.gpu.sensors import Sensors
 from mamba_fsdp.ops.backends import BackendChoice
 from mamba_fsdp.run.layout import list_committed, rank_file
 from mamba_fsdp.run.names import CHECKPOINTS, KERNELS, METRICS, PROFILE
@@ -30,6 +34,7 @@ USUAL = {
     "deterministic": "true",  # the libraries' kernels add with atomics
 }
 SIZE = {"seq_length": 1024, "batch_size": 8, "global_batch_size": 0}
+REPORTS = 4  # of a run that is traced; the first is of the steps in which the card gets warm
 TINY = {"d_model": 16, "n_layer": 1, "vocab_size": 64, "d_state": 4, "seq_length": 16}
 
 
@@ -62,10 +67,10 @@ def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def train_and_kill(folder: Path, settings: dict) -> None:
-    """Ends the run by SIGKILL as soon as a checkpoint is committed."""
+def train_and_kill(folder: Path, settings: dict, reached: Callable[[], Any]) -> None:
+    """Ends the run by SIGKILL as soon as it has reached something."""
     process = start(words_of(folder, settings))
-    while process.poll() is None and not list_committed(folder / CHECKPOINTS):
+    while process.poll() is None and not reached():
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -126,7 +131,7 @@ def compare_warm_start(folder: Path, settings: dict) -> dict[str, object]:
 def compare_killed_run(folder: Path, settings: dict) -> dict[str, object]:
     use_caches(folder / "second")
     run = folder / "second/killed"
-    train_and_kill(run, settings)
+    train_and_kill(run, settings, lambda: list_committed(run / CHECKPOINTS))
     seconds = train(run, settings)
     row = compared(folder, "second/killed") | {"start": "killed, resumed"}
     return row | {"first step": f"{seconds:.1f} s"}
@@ -147,16 +152,23 @@ def compared(folder: Path, name: str) -> dict[str, object]:
 
 
 def trace(out: Path, folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:
-    """Writes a Chrome trace of steps 5 to 7 of each model to `out`, packed; the log has torch's table."""
-    for model in ("mamba-1.4b", "mamba2-1.3b"):
+    """Writes a Chrome trace of steps 5 to 7 of each model to `out`, packed; the log has torch's table. Yields the rate
+    of steps 51 to 200, for which the card is warm."""
+    for model in PRESETS:
+        run = folder / model
+        metrics = run / METRICS
         settings = TINY if rehearse else SIZE | {"seq_length": 2048, "model_name": model}
-        settings = settings | {"use_profiler": "true", "num_steps": 8, "checkpoint_interval": 1000}
-        settings["deterministic"] = "false"
-        train(folder / model, settings)
+        settings |= {"use_profiler": "true", "deterministic": "false", "num_steps": 1000}
+        settings |= {"report_interval": 2 if rehearse else 50, "checkpoint_interval": 1000}
+        with Sensors() as sensors:
+            train_and_kill(run, settings, lambda path=metrics: len(read_entries(path)) == REPORTS)
+        warm = read_entries(metrics)[1:REPORTS]
+        rate = statistics.harmonic_mean(entry["tokens_per_second"] for entry in warm)
+        seconds = (warm[-1]["tokens"] - read_entries(metrics)[0]["tokens"]) / rate
+        row = {"model": model, "tokens/s": f"{rate:,.0f}", "sensors": sensors.medians(seconds)}
+        row["MFU"] = f"{warm[-1].get('mfu', 0.0):.1%}"
         trace = out / f"{model}.json.gz"
-        with open(folder / model / PROFILE / "rank_0.json", "rb") as plain:
+        with open(run / PROFILE / "rank_0.json", "rb") as plain:
             with gzip.open(trace, "wb") as packed:
                 shutil.copyfileobj(plain, packed)
-        yield {"model": model, "trace": trace.name}
-        if rehearse:
-            return
+        yield row | {"kernels": str(choice_of(run)), "trace": trace.name}

@@ -1,14 +1,22 @@
 """benchmarks.gpu: one part that hangs or fails takes no other along. tests/nullgpu runs every part through."""
 
+import os
+
 import pytest
 
 from benchmarks.gpu import __main__ as everything
+from benchmarks.gpu.candidates import configured
+from benchmarks.gpu.sensors import Sensors
+from mamba_fsdp.model.config import ModelConfig
+from mamba_fsdp.ops.scan import triton as scan
+from mamba_fsdp.ops.ssd import triton as ssd
+from mamba_fsdp.settings.train_config import TrainConfig
 
 
 @pytest.mark.slow
 def test_each_part_has_its_own_end(tmp_path, monkeypatch):
-    monkeypatch.setitem(everything.LIMITS, "values", 0.1)
-    assert everything.run_part("values", tmp_path, True) == "stopped after 0.1 s"
+    monkeypatch.setitem(everything.LIMITS, "warm", 0.1)
+    assert everything.run_part("warm", tmp_path, True) == "stopped after 0.1 s"
     monkeypatch.setitem(everything.LIMITS, "no-preset", 60)
     outcome = everything.run_part("no-preset", tmp_path, False)
     assert outcome == "ended with 1, see no-preset.log"
@@ -32,9 +40,51 @@ def test_a_machine_without_the_tools_does_the_rest(tmp_path, monkeypatch):
     assert "## sanitizer: there is no compute-sanitizer\n\n| a row |\n" in said
 
 
-def test_each_call_ends_within_ten_minutes():
-    """Its parts' limits and 50 seconds of its own; each part belongs to a call."""
+def test_a_tool_finds_the_kernels_compiled(tmp_path, monkeypatch):
+    """The part runs once without the tool before it runs under the tool."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\ntest -s "$OUT/sanitizer.log" && echo under the tool\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(everything.sys, "executable", "/bin/echo")
+    assert everything.run_part("sanitizer", tmp_path, False) == "done"
+    first, second = (tmp_path / "sanitizer.log").read_text().splitlines()
+    assert first.startswith("-m benchmarks.gpu") and second == "under the tool"
+
+
+def test_sensors_are_read_beside_the_block(tmp_path, monkeypatch):
+    """The medians are of the last seconds; without nvidia-smi there are none."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with Sensors() as nothing:
+        pass
+    assert nothing.medians(9) == ""
+    lines = ["345 MHz, 90.00 W, 30"] + ["1755 MHz, 690.00 W, 71"] * 3
+    (tmp_path / "nvidia-smi").write_text(
+        "#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines)
+    )
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    with Sensors() as sensors:
+        sensors.process.wait()
+    assert sensors.medians(3) == "1755 MHz, 690.00 W, 71"
+    assert sensors.medians(1e3) == "1755 MHz, 690.00 W, 71"
+
+
+def test_a_candidate_replaces_what_it_names():
+    """Constants and entries of tables while it is measured, and the backends that it demands."""
+    before = ssd.SWEEP
+    settings = TrainConfig(ModelConfig(layers="mamba2"))
+    text = "ssd.triton.SWEEP.P=16 scan.triton.CHUNK=32 norm=reference"
+    with configured(settings, text) as changed:
+        assert {options["P"] for options in ssd.SWEEP.values()} == {16}
+        assert scan.CHUNK == 32
+        assert changed.training.kernels == "norm=reference"
+    assert ssd.SWEEP is before and scan.CHUNK == 64
+
+
+def test_each_call_ends_within_nine_minutes():
+    """Its parts' limits and half a minute of its own; each part belongs to a call."""
     parts = [name for names in everything.CALLS.values() for name in names]
     assert sorted(parts) == sorted(everything.LIMITS)
     for names in everything.CALLS.values():
-        assert sum(map(everything.LIMITS.get, names)) <= 550
+        assert sum(map(everything.LIMITS.get, names)) <= 510

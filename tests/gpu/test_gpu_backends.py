@@ -13,6 +13,8 @@ CONFIGS = {
     "mamba2": ModelConfig(layers="mamba2", d_model=256, d_state=128),
     "mamba2 in groups": ModelConfig(layers="mamba2", d_model=256, d_state=128, ngroups=2),
     "mamba2, gate last": ModelConfig(layers="mamba2", d_model=256, d_state=128, ssm_norm="before"),
+    "mamba3": ModelConfig(layers="mamba3", d_model=256, d_state=128),
+    "gdn": ModelConfig(layers="gdn", d_model=256),
     "attention": ModelConfig(layers="attention", d_model=1024, n_kv_head=2),
 }
 

@@ -16,7 +16,7 @@ COMMANDS = [
     ["training.py", "--num_steps=3"],
     ["get_dataset.py", "a b"],
     ["-m", "mamba_fsdp", "inspect", "runs/a"],
-    ["-m", "benchmarks.demo"],
+    ["-m", "benchmarks.scan"],
 ]
 
 

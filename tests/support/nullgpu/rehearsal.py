@@ -6,37 +6,34 @@ Prints their tables. Each is timed once, and compilers' caches stay where they a
 import os
 import sys
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 from benchmarks.gpu import __main__ as everything
-from benchmarks.gpu import models, runs, values
+from benchmarks.gpu import candidates, models, runs, warm
 from mamba_fsdp.trainer import layer_check
 from tests.support.forked import Training
 
-PARTS = (
-    "run",
-    "traces",
-    "values",
-    "ncu",
-    "mamba-1.4b",
-    "steps",
-)  # which fork before the device is used
+# First those that fork, before the device is used.
+PARTS = ("run", "traces", "warm", "candidates", "ncu", "mamba-1.4b")
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
-    layer_check.TIMED_ROUNDS = models.STEPS = 1
-    values.POSITIONS = (608,)
+    layer_check.TIMED_ROUNDS = candidates.ROUNDS = 1
+    candidates.STEPS = models.Steps(1, 1)
+    for title, (build, _) in models.MODELS.items():
+        models.MODELS[title] = (build, models.Steps(1, 1))
+    candidates.CANDIDATES = {"mamba2-1.3b": ("", "ssd.triton.SWEEP.P=32 norm=reference")}
+    candidates.PROCESSES = warm.PROCESSES = 1
+    runs.PRESETS = runs.PRESETS[:1]
     runs.use_caches = lambda folder: None
     runs.start = lambda words: Training(words, dict(os.environ), True)
-    runs.TINY = models.TINY | {"seq_length": 16}
+    runs.TINY = models.TINY | {"layers": "mamba1,mamba2", "seq_length": 16}
     # A folder that is removed at a process's end would be removed at that of a fork.
     everything.tempfile = SimpleNamespace(TemporaryDirectory=lambda: nullcontext(out))
     torch.cuda.is_available = lambda: True  # by asking, a process loses the right to fork
-    torch.compile = partial(torch.compile, backend="eager")
     for part in PARTS:
         everything.measure_part(part, out, True)
         print(everything.take_table(part, out), flush=True)

@@ -1,0 +1,153 @@
+"""Compares launch configurations and backends in a layer of each preset: errors first, then times.
+
+A candidate is a text of assignments. `scan.triton.CHANNELS=16` replaces a constant of mamba_fsdp/ops/scan/triton.py, and
+`ssd.triton.SWEEP.P=32` one entry of a table there, for all GPUs. `norm=reference` takes another backend, as --kernels
+does. The empty text is what the library does with our kernels.
+
+Each candidate is compiled and compared with float64 in a process of its own, several at once. Then all take turns on the
+GPU, in two ways: a layer alone, forward and backward, without a wait; and a whole step of a model with one layer.
+"""
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from importlib import import_module
+from unittest import mock
+
+import torch
+
+from benchmarks.gpu.models import (
+    PRESETS,
+    Row,
+    Step,
+    Steps,
+    initial_weights,
+    made_up_tokens,
+    settings_of,
+    time_steps,
+)
+from benchmarks.measure import in_processes
+from benchmarks.our_step import our_step
+from mamba_fsdp.errors import first_line
+from mamba_fsdp.ops.backends import BackendChoice, resolve_backends
+from mamba_fsdp.settings.train_config import TrainConfig
+from mamba_fsdp.trainer.layer_check import LayerCheck
+
+CANDIDATES = {
+    "mamba2-1.3b": (
+        "",
+        "ssd.triton.SWEEP.P=32 ssd.triton.SWEEP.num_stages=2",
+        "ssd.triton.NEAR.num_warps=8",
+        "ssd.triton.FAR.ROWS=32",
+        "norm=reference",
+        "mamba2=fused",
+    ),
+    "mamba-1.4b": (
+        "",
+        "scan.triton.CHUNK=32",
+        "scan.triton.CHANNELS=16",
+        "scan.triton.CHUNK=32 scan.triton.CHANNELS=16",
+        "loss.CHUNK_ON_GPU=8192",
+        "mamba1=fused",
+    ),
+}
+PROCESSES = 12
+ROUNDS = 3
+STEPS = Steps(1, 5)
+
+
+@contextmanager
+def configured(settings: TrainConfig, candidate: str) -> Iterator[TrainConfig]:
+    """Replaces the constants that a candidate names; yields the settings with its backends."""
+    backends = []
+    with ExitStack() as replaced:
+        for assignment in candidate.split():
+            named = re.fullmatch(r"([a-z.]+)\.([A-Z_]+)\.?(\w*)=(\d+)", assignment)
+            if not named:
+                backends.append(assignment)
+                continue
+            module = import_module(f"mamba_fsdp.ops.{named[1]}")
+            value = int(named[4])
+            if named[3]:
+                table = getattr(module, named[2])
+                value = {gpu: options | {named[3]: value} for gpu, options in table.items()}
+            replaced.enter_context(mock.patch.object(module, named[2], value))
+        yield settings.with_values(kernels=",".join(backends) or "auto")
+
+
+def choose(settings: TrainConfig, device: torch.device) -> BackendChoice:
+    """Returns the backends that the settings demand, and our kernels otherwise."""
+    uses = settings.operator_uses(device.type)
+    ours = dict.fromkeys(uses, "triton")
+    return resolve_backends(settings.training.kernels, device.type, uses, preferred=ours)
+
+
+def compare_values(device: torch.device, rehearse: bool, job: tuple[str, str]) -> Row:
+    """Returns cells of a candidate: its largest error against float64, and whether it repeats its bits."""
+    name, candidate = job
+    row: Row = dict.fromkeys(("error", "right", "same bits", "layer ms", "step ms", "note"), "")
+    with configured(settings_of(name, rehearse), candidate) as settings:
+        layers = LayerCheck(settings, device)
+        try:
+            backends = choose(settings, device).backends
+            for kind in layers.kinds:
+                found = layers.measure(kind, backends)
+                repeated = layers.measure(kind, backends)
+                row |= {"error": f"{found.error:.1e} of {found.tensor}", "right": found.share <= 1}
+                row["same bits"] = repeated == found
+        except Exception as error:
+            row["note"] = f"{type(error).__name__}: {first_line(error)}"
+    return row
+
+
+def measure(device: torch.device, rehearse: bool) -> Iterator[Row]:
+    jobs = [(name, candidate) for name, listed in CANDIDATES.items() for candidate in listed]
+    values = in_processes(partial(compare_values, device, rehearse), jobs, PROCESSES)
+    for (name, candidate), row in zip(jobs, values):
+        yield {"preset": name, "candidate": candidate} | row
+    for name in CANDIDATES:
+        for row in compare_times(name, device, rehearse):
+            yield {"preset": name} | row
+
+
+def compare_times(name: str, device: torch.device, rehearse: bool) -> Iterator[Row]:
+    """Yields what a layer and a step take. Candidates that fail are left out: the rows of values have the reason."""
+    usual = settings_of(name, rehearse, n_layer=1)
+    weights = initial_weights(usual)
+    tokens = made_up_tokens(usual, device)
+    steps: dict[str, Step] = {}
+    for candidate in CANDIDATES[name]:
+        with configured(usual, candidate) as settings, suppress(Exception):
+            step = our_step(settings, device, weights, preferred="triton")
+            step(tokens)
+            steps[candidate] = step
+    layer_times = defaultdict(list)
+    step_times = defaultdict(list)
+    for _ in range(ROUNDS):
+        for candidate, step in steps.items():
+            with configured(usual, candidate) as settings:
+                backends = choose(settings, device).backends
+                layer_times[candidate].append(LayerCheck(settings, device).milliseconds(backends))
+                step_times[candidate] += time_steps(step, tokens, STEPS)[1]
+    for candidate in steps:
+        layer = statistics.median(layer_times[candidate])
+        whole = 1e3 * statistics.median(step_times[candidate])
+        yield {"candidate": candidate, "layer ms": f"{layer:.2f}", "step ms": f"{whole:.2f}"}
+
+
+def run_kernels(device: torch.device, small: bool) -> Iterator[Row]:
+    """Runs our kernels in a layer of each preset: if small, over all rows that a run's first minute takes, else over
+    those of a step."""
+    for name in PRESETS:
+        settings = settings_of(name, small).with_values(reset_at_documents=small)
+        layers = LayerCheck(settings, device)
+        choice = choose(settings, device)
+        for kind in layers.kinds:
+            if small:
+                layers.results(kind, choice.backends)
+            else:
+                layers.run(layers.make_model([kind], choice.backends), layers.shape)
+        yield {"preset": name, "ran": str(choice)}

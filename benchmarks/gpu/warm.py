@@ -1,0 +1,85 @@
+"""Compiles what the training steps of models.py launch, in processes beside each other, and then lets libraries tune
+their kernels with the GPU to themselves. Later processes find both in Triton's cache.
+
+The models have two layers at full width: the first layer gets no residual stream, the second does.
+"""
+
+import gc
+import importlib.util
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.gpu.models import BATCH, MODELS, PRESETS, Row, made_up_tokens, settings_of
+from benchmarks.measure import in_processes
+from mamba_fsdp.errors import first_line
+from mamba_fsdp.model.spec import parameters
+
+PROCESSES = 8
+KEEP_CHOICES = "TRITON_CACHE_AUTOTUNING"  # makes Triton's cache keep what tuning chose
+JOBS = list(itertools.product(PRESETS, MODELS))
+# Rows of a batch. Eight processes share the memory, and 2 is to Triton a number like 8: neither 1 nor divisible by 16.
+ROWS_BESIDE_OTHERS = 2
+
+
+def measure(device: torch.device, rehearse: bool) -> Iterator[Row]:
+    began = time.perf_counter()
+    work = partial(compile_all, device, rehearse, PROCESSES)
+    problems = in_processes(work, range(PROCESSES), PROCESSES)
+    row: Row = {"preset": "all", "model": f"all, in {PROCESSES} processes"}
+    row["seconds"] = f"{time.perf_counter() - began:.1f}"
+    yield row | {"note": "; ".join(sorted(set().union(*problems)))}
+    for name, title in JOBS:
+        began = time.perf_counter()
+        problem = take_step(name, title, BATCH, device, rehearse)
+        row = {"preset": name, "model": title, "seconds": f"{time.perf_counter() - began:.1f}"}
+        yield row | {"note": problem}
+
+
+def compile_all(device: torch.device, rehearse: bool, processes: int, number: int) -> set[str]:
+    """Takes a step of each model, beginning with another one in each process. Returns what went wrong."""
+    os.environ.pop(KEEP_CHOICES, None)  # times beside other processes are not to be kept
+    problems = set()
+    with share_of_configs(number, processes):
+        for name, title in JOBS[number:] + JOBS[:number]:
+            problems.add(take_step(name, title, ROWS_BESIDE_OTHERS, device, rehearse))
+    return problems - {""}
+
+
+def share_of_configs(number: int, processes: int) -> Any:
+    """Makes Triton's autotuner try, and so compile, only this process's share of each kernel's configurations."""
+    if not importlib.util.find_spec("triton"):
+        return mock.MagicMock()
+    from triton.runtime.autotuner import Autotuner
+
+    whole = Autotuner.prune_configs
+
+    def share(tuner: Any, arguments: dict[str, Any]) -> list[Any]:
+        configs = whole(tuner, arguments)
+        return configs[number % len(configs) :: processes]
+
+    return mock.patch.object(Autotuner, "prune_configs", share)
+
+
+def take_step(name: str, title: str, batch: int, device: torch.device, rehearse: bool) -> str:
+    """Takes a step of a model with two layers. Returns the error, or "" if there is none."""
+    settings = settings_of(name, rehearse, batch, n_layer=2)
+    weights = {}
+    for parameter, described in parameters(settings.model).items():
+        weights[parameter] = torch.zeros(described.shape)
+    try:
+        build, _ = MODELS[title]
+        step = build(settings, device, weights)
+        step(made_up_tokens(settings, device))
+    except Exception as error:
+        return f"{title}: {type(error).__name__}: {first_line(error)}"
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()  # for the other processes
+    return ""
