@@ -10,7 +10,7 @@ from tests.support.corpora import make_texts
 
 @pytest.fixture(autouse=True)
 def no_hub(monkeypatch):
-    """Nothing here asks the Hub."""
+    """No test of this folder connects to the Hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
@@ -21,7 +21,7 @@ def texts():
 
 @pytest.fixture(scope="session")
 def tokenizer(texts, tmp_path_factory):
-    """A saved byte-level tokenizer's folder."""
+    """The folder of a saved byte-level tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizers_.train(texts, 300).save(folder)
     return str(folder / "tokenizer.json")
@@ -29,7 +29,7 @@ def tokenizer(texts, tmp_path_factory):
 
 @pytest.fixture
 def prepare(tokenizer):
-    """Runs the library on an input; one worker, no validation, the small tokenizer, unless told otherwise."""
+    """Imports an input. The defaults are one worker, no validation, and the small tokenizer."""
 
     def run(source, out, **settings):
         options = DatasetConfig(

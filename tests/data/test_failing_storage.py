@@ -56,8 +56,8 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_one_error_of_the_storage_ends_no_import(folder, sources, prepare, monkeypatch, name):
-    """Whichever call it is, and nothing is left out."""
+def test_a_single_storage_error_does_not_end_an_import(folder, sources, prepare, monkeypatch, name):
+    """This holds for every call, and no document is left out."""
     disk = Disk(monkeypatch, folder)
 
     def outcome(failing=None):
@@ -111,8 +111,8 @@ def test_reads_and_flushes_that_fail_are_repeated(folder, sources, prepare, monk
     assert min(calls.values()) > 5
 
 
-def test_a_file_that_the_storage_does_not_give_is_not_left_out(folder, monkeypatch, prepare):
-    """--skip_unreadable is for damaged files. Without its first bytes, the kind of a file without an ending is not known."""
+def test_a_file_that_storage_fails_to_read_is_not_left_out(folder, monkeypatch, prepare):
+    """--skip_unreadable is for damaged files. The kind of a file without an extension is unknown without its first bytes."""
     monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
     (folder / "in").mkdir()
     write_records(folder / "in/a.jsonl", make_texts(3))

@@ -72,10 +72,8 @@ def test_what_is_left_out_or_kept_is_counted_at_the_end(prepare, tmp_path, capsy
     st.sampled_from([0.01, 0.1, 0.5]),
     st.integers(0, 3),
 )
-def test_the_share_held_out_is_that_of_tokens_and_does_not_depend_on_batches(
-    lengths, fraction, cuts
-):
-    """Within a factor of two if the input has some spans, however long its documents are."""
+def test_the_held_out_share_is_of_tokens_and_does_not_depend_on_batches(lengths, fraction, cuts):
+    """The share is within a factor of two if the input has several spans, for documents of any length."""
     ends = np.cumsum(lengths)
     total = int(ends[-1])
     holdout = Holdout(fraction, {"bytes": 4 * total}, 0)
@@ -100,8 +98,8 @@ def test_the_share_held_out_is_that_of_tokens_and_does_not_depend_on_batches(
         assert fraction / 2 <= whole.mean() <= fraction * 2
 
 
-def test_of_a_long_document_parts_are_held_out(prepare, tmp_path, texts):
-    """Each ends with an eos, and together they are the document."""
+def test_parts_of_a_long_document_are_held_out(prepare, tmp_path, texts):
+    """Each part ends with an eos, and together the parts are the document."""
     (tmp_path / "a.txt").write_text("\n".join(texts))
     prepare(tmp_path / "a.txt", tmp_path / "out", validation_fraction=0.1)
     prepare(tmp_path / "a.txt", tmp_path / "whole")
@@ -130,7 +128,7 @@ class Killed(BaseException):
 
 
 def dies_after(writes, fsync=os.fsync):
-    """os.fsync of a process that is killed after so many calls."""
+    """A replacement of os.fsync that kills the process after a number of calls."""
     calls = itertools.count(1)
 
     def dying(file):
@@ -144,10 +142,10 @@ def dies_after(writes, fsync=os.fsync):
 @pytest.mark.parametrize(
     "how", [{"documents": "lines"}, {"tokenizer": "train:300", "eos_token": ""}]
 )
-def test_killed_at_any_write_and_started_again_the_bytes_are_the_same(
+def test_an_import_that_is_killed_at_any_write_resumes_to_the_same_bytes(
     prepare, tmp_path, monkeypatch, capsys, how
 ):
-    """However often, also while parts are put together. Nothing else is left."""
+    """This holds for any number of kills, also during a merge. No other files remain."""
     monkeypatch.setattr(make_dataset, "BATCH_SIZE", 300)
     monkeypatch.setattr(make_dataset, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(text_files, "BLOCK", 200)
@@ -189,7 +187,7 @@ command_line.run(get_dataset.main, get_dataset.page)
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_it_at_once_and_the_same_command_resumes(prepare, tmp_path, texts):
+def test_ctrl_c_ends_an_import_at_once_and_the_same_command_resumes(prepare, tmp_path, texts):
     write_records(tmp_path / "a.jsonl", texts)
     words = ["a.jsonl", "out", "--tokenizer=train:300"]
     process = subprocess.Popen(
@@ -208,8 +206,8 @@ def test_ctrl_c_ends_it_at_once_and_the_same_command_resumes(prepare, tmp_path, 
 
 
 @pytest.mark.parametrize(("files", "held_out"), [(1, 0.1), (7, 0.0)])
-def test_parts_merged_hold_the_documents_of_one_process(prepare, tmp_path, files, held_out):
-    """In the order of the input if each part has files of its own."""
+def test_merged_parts_contain_the_documents_of_a_single_process(prepare, tmp_path, files, held_out):
+    """The documents are in the order of the input if each part has its own files."""
     for number in range(files):
         write_records(tmp_path / f"in/{number}.jsonl", make_texts(20, number))
     how = {"tokenizer": "train:300", "eos_token": "<end>"}
@@ -229,10 +227,8 @@ def test_parts_merged_hold_the_documents_of_one_process(prepare, tmp_path, files
     assert not (out / ".progress").exists()
 
 
-def test_while_a_part_puts_all_together_others_wait_and_overwriting_is_refused(
-    prepare, tmp_path, monkeypatch
-):
-    """However long it takes. It removes the folder in which the lease of a part that waits would lie."""
+def test_during_a_merge_other_parts_wait_and_overwriting_is_refused(prepare, tmp_path, monkeypatch):
+    """They wait for any length of time. The merge removes the folder that would contain the lease of a waiting part."""
     write_records(tmp_path / "a.jsonl", make_texts(20))
     monkeypatch.setattr(lease, "RENEWAL_SECONDS", 0.05)
     monkeypatch.setattr(lease, "POLL_SECONDS", 0.05)
@@ -258,7 +254,7 @@ def test_while_a_part_puts_all_together_others_wait_and_overwriting_is_refused(
     assert not (out / ".progress").exists()
 
 
-def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, texts):
+def test_an_import_reports_a_full_disk_and_resumes(prepare, tmp_path, monkeypatch, texts):
     write_records(tmp_path / "a.jsonl", texts)
 
     def full(_):
@@ -272,7 +268,7 @@ def test_a_full_disk_is_told_and_resumed_from(prepare, tmp_path, monkeypatch, te
     assert read_back(tmp_path / "out/train") == texts
 
 
-def test_a_disk_that_is_full_when_the_tokenizer_is_saved_is_told_too(prepare, tmp_path, tokenizer):
+def test_a_full_disk_while_the_tokenizer_is_saved_is_reported(prepare, tmp_path, tokenizer):
     """`transformers` saves it, and the library below raises a bare Exception."""
     (tmp_path / "a.txt").write_text("text")
     settings = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT})
@@ -288,7 +284,7 @@ def test_a_disk_that_is_full_when_the_tokenizer_is_saved_is_told_too(prepare, tm
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_what_this_program_made_is_never_read_as_text(prepare, tmp_path, capsys):
+def test_files_of_this_program_are_never_read_as_text(prepare, tmp_path, capsys):
     (tmp_path / "a.md").write_text("text")
     prepare(tmp_path, tmp_path / "out")
     for out in ("out", "out", "other"):
@@ -314,8 +310,8 @@ def test_another_input_than_before_is_refused(prepare, tmp_path, done):
     assert prepare(tmp_path / "*.txt", tmp_path / "out", overwrite=True)
 
 
-def test_an_unfinished_import_is_kept_from_other_settings(prepare, tmp_path, monkeypatch):
-    """Unless it has failed before anything was recorded: then the command may be corrected."""
+def test_an_unfinished_import_refuses_other_settings(prepare, tmp_path, monkeypatch):
+    """If it failed before anything was recorded, the command can be corrected."""
     (tmp_path / "a.jsonl").write_text('{"text": "a", "words": "b"}\n{"text": 3, "words": "c"}')
     with pytest.raises(UserError, match="'text' is int"):
         prepare(tmp_path / "a.jsonl", tmp_path / "out")
@@ -329,10 +325,10 @@ def test_an_unfinished_import_is_kept_from_other_settings(prepare, tmp_path, mon
     assert read_back(tmp_path / "out/train") == ["b", "c"]
 
 
-def test_an_input_and_a_tokenizer_are_known_by_their_places(
+def test_an_input_and_a_tokenizer_are_identified_by_their_resolved_paths(
     prepare, tmp_path, monkeypatch, tokenizer, capsys
 ):
-    """However their paths are spelled."""
+    """Another spelling of the path makes no difference."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.txt").write_text("some text")
     (tmp_path / "link").symlink_to("in")
@@ -347,10 +343,10 @@ def test_an_input_and_a_tokenizer_are_known_by_their_places(
 # ---------------------------------------------------------------- what is said meanwhile
 
 
-def test_the_share_that_is_read_grows_to_all_and_the_time_left_is_said(
+def test_progress_grows_to_100_percent_and_estimates_the_time_left(
     prepare, tmp_path, monkeypatch, capsys
 ):
-    """Of a compressed file too."""
+    """This also holds for compressed files."""
     monkeypatch.setattr(make_dataset, "BATCH_SIZE", 1 << 14)
     monkeypatch.setattr(text_files, "BLOCK", 1 << 14)
     monkeypatch.setattr(make_dataset, "SAVE_SECONDS", 0.0)

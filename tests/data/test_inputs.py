@@ -16,7 +16,7 @@ from mamba_fsdp.verbs import tokenize as get_dataset
 from tests.support.corpora import read_back, read_input, write_records
 
 
-def test_a_folder_is_walked_links_and_odd_names_too(tmp_path, capsys):
+def test_a_folder_is_walked_including_links_and_odd_names(tmp_path, capsys):
     root = tmp_path / "in"
     (root / "sub").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
@@ -36,8 +36,8 @@ def test_a_folder_is_walked_links_and_odd_names_too(tmp_path, capsys):
     assert "unknown" in read_input(root, format="text")
 
 
-def test_a_card_of_a_dataset_is_no_part_of_it(tmp_path, capsys):
-    """Next to data of another format; among texts it is one of them."""
+def test_the_card_of_a_dataset_is_not_imported(tmp_path, capsys):
+    """This holds next to data of another format. Among texts, a card is a text."""
     for folder in ("records", "texts"):
         write_records(tmp_path / folder / "data/a.jsonl", ["a row"])
         for name in ("README.md", "data/LICENSE-2.txt", "readmes.txt"):
@@ -50,7 +50,7 @@ def test_a_card_of_a_dataset_is_no_part_of_it(tmp_path, capsys):
 
 
 def test_the_builtin_data_is_pythons_own_library(tmp_path, monkeypatch):
-    """Without others' packages, and what is not UTF-8."""
+    """Third-party packages and files that are not UTF-8 are left out."""
     monkeypatch.setattr(inputs.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(UserError, match="comes without its library's source files; name an INPUT"):
         find_files("builtin", DatasetConfig(), LeftOut())
@@ -105,8 +105,8 @@ def first_tokens(source, **settings):
 @pytest.mark.parametrize(
     ("name", "pattern"), [*product(TREES, [""]), ("files", "*"), ("folders below", "**/*.*")]
 )
-def test_training_gets_no_other_split(tmp_path, capsys, name, pattern):
-    """But one that is asked for, or official ones for stores of their names, if each file is of one."""
+def test_other_splits_are_left_out_of_training(tmp_path, capsys, name, pattern):
+    """A requested split, or the official splits, are imported if each file belongs to one."""
     tree = make_tree(tmp_path / "in", name) / pattern
     stores = list(TREES[name].values())
     assert first_tokens(tree) == [5]
@@ -136,8 +136,8 @@ NO_SPLITS = {
 
 
 @pytest.mark.parametrize("name", NO_SPLITS)
-def test_a_name_alone_makes_no_split(tmp_path, capsys, name):
-    """It must differ from a name next to it in one word, which is train there. The rule is printed each time."""
+def test_a_name_without_a_matching_train_is_not_a_split(tmp_path, capsys, name):
+    """Its name must differ in one word from another name, where that word is train. The import prints this rule."""
     places = NO_SPLITS[name]
     for number, place in enumerate(places):
         write_records(tmp_path / place, [[number]])
@@ -156,12 +156,12 @@ def test_a_missing_part_of_a_numbered_set_is_named(tmp_path, capsys):
     assert first_tokens(tmp_path / "train-00002-of-00003.jsonl") == [2]
 
 
-def test_within_a_split_no_name_says_anything(tmp_path):
+def test_names_within_a_split_do_not_count(tmp_path):
     make_tree(tmp_path / "train", "folders")
     assert first_tokens(tmp_path / "train" / "val") == [6]
 
 
-def test_a_split_that_is_asked_for_needs_no_train(tmp_path):
+def test_a_requested_split_needs_no_train(tmp_path):
     write_records(tmp_path / "corpus-valid.jsonl", [[5]])
     write_records(tmp_path / "corpus.jsonl", [[6]])
     write_records(tmp_path / "odd/a.jsonl", [[7]])
@@ -173,7 +173,7 @@ def test_a_split_that_is_asked_for_needs_no_train(tmp_path):
 
 
 def test_a_name_on_the_hub_is_streamed(prepare, tmp_path, monkeypatch, capsys):
-    """Of its splits only the one for training, unless all are wanted."""
+    """Only its training split is read, unless all are requested."""
     splits = ["train", "validation", "test"]
     asked = []
 
@@ -199,10 +199,8 @@ def no_route(*_):
     raise OSError(101, "Network is unreachable")
 
 
-def test_a_mistyped_name_is_told_at_once_and_the_hub_is_not_waited_for(
-    tmp_path, monkeypatch, answer
-):
-    """By libraries imported later: they are told not to ask it."""
+def test_a_mistyped_name_is_reported_without_waiting_for_the_hub(tmp_path, monkeypatch, answer):
+    """Libraries that are imported later are told to stay offline."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.delenv("HF_ENDPOINT", raising=False)

@@ -118,15 +118,15 @@ def in_folder(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("path", PLACES)
-def test_a_path_is_called_what_it_is_with_what_takes_it(path):
+def test_a_path_is_classified_and_its_command_is_named(path):
     kind, said = PLACES[path]
     place = classify_path(path)
     assert (place.kind, said in f"{place.title}; {place.use}") == (kind, True), place
 
 
 @pytest.mark.parametrize("path", PLACES)
-def test_a_path_that_can_t_be_taken_is_named_in_one_line_with_what_to_do(path):
-    """Also a path from which nothing follows: then the line says what would be taken."""
+def test_an_unsuitable_path_is_an_error_of_one_line_with_a_remedy(path):
+    """If there is no remedy, the line lists what would be accepted."""
     for error in (unexpected_data_error(path), unexpected_model_error(path)):
         start, _, remedy = str(error).partition("; ")
         assert start.startswith(f"{path}: ") and remedy and "\n" not in str(error)

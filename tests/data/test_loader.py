@@ -56,7 +56,7 @@ def order_of(sources, seed=0):
 
 
 def loader_of(sources, *batch_shape, seed=0, vocab_size=10**6, num_workers=2, **data):
-    """batch_shape: as BatchShape has it."""
+    """batch_shape: the arguments of BatchShape."""
     return Loader(
         sources,
         order_of(sources, seed),
@@ -109,8 +109,8 @@ def test_a_step_is_its_samples_for_every_world_size_split_and_worker_count(
 
 
 @pytest.mark.parametrize("workers, prefetch, steps", [(0, 1, 1), (1, 2, 3), (3, 5, 6)])
-def test_threads_read_as_many_steps_ahead_as_they_are_told(workers, prefetch, steps):
-    """Without threads only the step that is asked for is read."""
+def test_threads_read_the_configured_number_of_steps_ahead(workers, prefetch, steps):
+    """Without threads, only the requested step is read."""
     reads = []
 
     class Watched(Numbers):
@@ -157,7 +157,7 @@ def test_an_error_while_reading_reaches_the_caller_with_the_sources_name(workers
 
 
 def test_a_token_outside_the_models_vocabulary_is_refused():
-    """On a GPU it would be a device-side assertion that names nothing."""
+    """On a GPU it would cause a device-side assertion without a useful message."""
     with loader_of({"a": Numbers(50 * L + 1)}, 0, 1, 50, vocab_size=50 * L) as loader:
         refused = "source 'a', window 49 .*token id 400 is not below the model's vocab_size 400"
         with pytest.raises(UserError, match=refused):
@@ -223,15 +223,15 @@ def test_a_step_is_split_by_rank_then_micro_batch_then_position(ranks, given, ex
         ({"global_batch_size": 24}, BatchShape(1, 4, 2, 3)),
     ],
 )
-def test_ranks_of_the_nodes_that_are_left_share_the_same_global_batch(monkeypatch, given, expected):
+def test_the_remaining_ranks_share_the_same_global_batch(monkeypatch, given, expected):
     monkeypatch.setenv(WANTED_NODES_VARIABLE, "3")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     assert split_step(resolved(**SMALL, **given), 1, 4) == expected
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_slices_of_sequences_laid_end_to_end_are_the_sequences(count):
-    """After their end no label counts."""
+def test_concatenated_slices_of_sequences_are_the_sequences(count):
+    """Labels after the end of a sequence do not count."""
     both = {"reset_at_documents": True, "position_weighting": True}
     with loader_of({"a": Numbers(50 * L + 1)}, 0, 1, 2, **both) as loader:
         (whole,) = loader.step(0)

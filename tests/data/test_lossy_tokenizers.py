@@ -71,7 +71,7 @@ def saved(folder, tokenizer, **fields):
 
 
 def imported(prepare, folder, tokenizer, **given):
-    """The tokens of TEXT's store, and the place of its tokenizer."""
+    """Returns the tokens of TEXT's store, and the path of its tokenizer."""
     (folder / "text.txt").write_text(TEXT)
     prepare(folder / "text.txt", folder / "out", tokenizer=str(tokenizer), eos_token=END, **given)
     store = TokenStore(folder / "out/train")
@@ -79,7 +79,7 @@ def imported(prepare, folder, tokenizer, **given):
 
 
 @pytest.mark.parametrize("case", SAID)
-def test_what_a_tokenizer_loses_or_adds_is_said(case, prepare, tmp_path, capsys):
+def test_a_warning_reports_what_a_tokenizer_loses_or_adds(case, prepare, tmp_path, capsys):
     tokenizer, words = SAID[case]
     imported(prepare, tmp_path, saved(tmp_path / "tokenizer", tokenizer))
     said = capsys.readouterr().out
@@ -94,14 +94,14 @@ def test_a_tokenizer_that_loses_most_of_the_text_is_refused(case, prepare, tmp_p
         imported(prepare, tmp_path, saved(tmp_path / "tokenizer", tokenizer))
 
 
-def test_what_is_lost_may_be_lost_on_purpose(prepare, tmp_path, capsys):
+def test_a_lossy_tokenizer_can_be_allowed(prepare, tmp_path, capsys):
     tokenizer, _ = REFUSED["unknown"]
     folder = saved(tmp_path / "tokenizer", tokenizer)
     imported(prepare, tmp_path, folder, lossy_tokenizer=True)
     assert "warning" in capsys.readouterr().out
 
 
-def test_a_text_has_the_same_ids_each_time_though_its_tokenizer_has_dropout(prepare, tmp_path):
+def test_dropout_of_a_tokenizer_is_switched_off(prepare, tmp_path):
     folder = saved(tmp_path / "tokenizer", byte_level(dropout=0.5))
     ids, place = imported(prepare, tmp_path, folder)
     assert ids == [*byte_level().encode(TEXT).ids, 0]
@@ -111,7 +111,7 @@ def test_a_text_has_the_same_ids_each_time_though_its_tokenizer_has_dropout(prep
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("class_name", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])
 def test_a_tokenizer_adds_the_bos_that_documents_have(bos, class_name, prepare, tmp_path):
-    """In transformers, as in this program's own prompts, and once."""
+    """transformers and this program's own prompts both add it exactly once."""
     fields = {"tokenizer_class": class_name, "bos_token": BOS, "add_bos_token": True}
     folder = saved(tmp_path / "tokenizer", adding(f"{BOS} $A"), **fields)
     ids, place = imported(prepare, tmp_path, folder, bos=bos)
@@ -121,7 +121,7 @@ def test_a_tokenizer_adds_the_bos_that_documents_have(bos, class_name, prepare, 
     assert load_words(place).encode(TEXT) == ids[:-1]
 
 
-def test_a_bos_that_is_none_is_refused(prepare, tmp_path):
+def test_a_tokenizer_without_bos_is_refused_with_bos(prepare, tmp_path):
     folder = saved(tmp_path / "tokenizer", byte_level())
     with pytest.raises(UserError, match="--bos=true .*is missing"):
         imported(prepare, tmp_path, folder, bos=True)

@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_inspect_import_and_training_agree(folder, call, place):
-    """What `inspect` calls an input is read, file by file, or listed as left out; anything else is refused as that."""
+    """Every file of an input is read or listed as left out. Everything else is refused as the kind that `inspect` shows."""
     path = folder / place
     info = classify_path(path)
     if info.kind != "store":
@@ -67,8 +67,8 @@ def test_inspect_import_and_training_agree(folder, call, place):
     read_input(path, skip_unreadable=True, dtype="uint8")
 
 
-def test_each_kind_has_a_title_and_each_reader_is_there():
-    """And each recipe that a message names is a heading of docs/data.md."""
+def test_each_kind_has_a_title_and_an_existing_reader():
+    """Each recipe that a message names is a heading in docs/data.md."""
     headings = re.findall("^### (.*)$", (PROJECT / "docs/data.md").read_text(), re.MULTILINE)
     for kind in kinds.KINDS.values():
         assert kind.title

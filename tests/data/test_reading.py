@@ -71,7 +71,7 @@ def in_every_format(texts):
 @example(ODD_TEXTS)
 @given(st.lists(st.text(max_size=20), max_size=6))
 def test_every_format_gives_the_same_documents(tmp_path_factory, texts):
-    """Also none; one of white space alone is an empty one. A path need not be UTF-8."""
+    """A file can have no document, and a document of only white space is empty. A path can have bytes that are not UTF-8."""
     folder = tmp_path_factory.mktemp("in") / os.fsdecode(b"caf\xe9")
     folder.mkdir()
     expected = ["" if text.isspace() else text for text in texts]
@@ -92,8 +92,8 @@ TEXT = "one\ntwo\r\n\r\n \nthree<sep>four\n\n\n"
         ("separator:<sep>", ["one\ntwo\r\n\r\n \nthree", "four"]),
     ],
 )
-def test_what_a_document_of_a_text_file_is(tmp_path, monkeypatch, documents, expected):
-    """However little is read at once."""
+def test_the_documents_option_divides_text_files(tmp_path, monkeypatch, documents, expected):
+    """This holds for any size of a read."""
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
     (tmp_path / "blank.txt").write_text(" \n")
     for block in (1 << 20, 7):
@@ -104,7 +104,7 @@ def test_what_a_document_of_a_text_file_is(tmp_path, monkeypatch, documents, exp
 
 @pytest.mark.parametrize("documents", ["file", "lines"])
 def test_a_document_too_long_to_encode_is_refused(tmp_path, monkeypatch, documents):
-    """However little of it is read at once, and with a way to import it."""
+    """This holds for any size of a read, and the message names a remedy."""
     monkeypatch.setattr(text_files, "LONGEST_TEXT", 1000)
     monkeypatch.setattr(text_files, "BLOCK", 7)
     (tmp_path / "a.txt").write_text("x" * 1000)
@@ -122,7 +122,7 @@ ENCODED = {  # bytes of a file: what is read with --encoding=cp1252
 }
 
 
-def test_an_encoding_is_for_what_is_not_utf_8_alone(tmp_path):
+def test_an_encoding_is_used_only_for_bytes_that_are_not_utf_8(tmp_path):
     for content, text in ENCODED.items():
         (tmp_path / "a.txt").write_bytes(content)
         assert read_input(tmp_path, encoding="cp1252") == [text]
@@ -132,7 +132,7 @@ def test_an_encoding_is_for_what_is_not_utf_8_alone(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json"])
-def test_a_record_too_long_for_the_memory_is_named_with_its_line(tmp_path, monkeypatch, name):
+def test_a_record_that_is_too_long_is_named_with_its_line(tmp_path, monkeypatch, name):
     monkeypatch.setattr(text_files, "LONGEST_LINE", 99)
     monkeypatch.setattr(json_records, "LONGEST_LINE", 99)
     start = {"a.jsonl": '{"text": "a"}\n', "a.csv": "text\n", "a.json": ""}[name]
@@ -146,7 +146,7 @@ def test_zeros_after_a_gzip_file_are_padding(tmp_path):
     assert read_input(tmp_path) == ["text"]
 
 
-def test_fields_beside_the_text_may_be_anything(tmp_path):
+def test_fields_next_to_the_text_can_have_any_value(tmp_path):
     """They change type and name from line to line; `datasets` alone fails on such files."""
     rows = [
         {"text": "one", "meta": None},
@@ -158,14 +158,14 @@ def test_fields_beside_the_text_may_be_anything(tmp_path):
     assert read_input(tmp_path) == ["one", "two", "2020-01-01", ""]
 
 
-def test_a_dot_names_a_field_within_a_field(tmp_path):
+def test_a_dot_selects_a_field_within_a_field(tmp_path):
     rows = pandas.DataFrame({"doc": [{"text": "inside"}, None]})
     rows.to_json(tmp_path / "a.jsonl", orient="records", lines=True)
     rows.to_parquet(tmp_path / "b.parquet")
     assert read_input(tmp_path, text_column="doc.text") == ["inside", "", "inside", ""]
 
 
-def test_of_a_row_the_longest_text_is_likely_the_document_else_token_ids():
+def test_the_suggested_column_is_the_longest_text_or_else_token_ids():
     assert likely_text({"id": "1", "words": "some text", "ids": [1, 2]}) == "words"
     assert likely_text({"n": 1, "ids": [1, 2]}) == "ids"
     assert likely_text({"n": 1}) == ""

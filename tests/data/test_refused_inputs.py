@@ -157,7 +157,7 @@ MISTAKES = {  # words of the command: what is said
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A folder with all that the mistakes are about."""
+    """A folder with the files that the mistakes need."""
     folder = tmp_path_factory.mktemp("inputs")
     for name in ("texts", "blank", "pair", "empty", "pipe", "astray", "chunks", "spm", "tiktoken"):
         (folder / name).mkdir()

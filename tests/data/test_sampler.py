@@ -44,7 +44,7 @@ def test_every_window_of_every_source_once_an_epoch(counts, weights, seed, block
             assert sorted(draws[name][epoch * count : (epoch + 1) * count]) == list(range(count))
 
 
-def test_weights_are_met_within_one_part_in_ten_thousand():
+def test_samples_follow_the_weights_to_one_part_in_ten_thousand():
     shares = {"code": 0.4108, "text": 0.5892 - 0.0007, "rare": 0.0007}
     order = Sampler({name: source(10**6, name) for name in shares}, shares, 8, 0)
     index, _ = order.samples(0, 1_000_000)
@@ -54,7 +54,7 @@ def test_weights_are_met_within_one_part_in_ten_thousand():
     assert all(abs(drawn[name] / 10**12 - shares[name]) < 1e-4 for name in shares)
 
 
-def test_a_changed_mixture_goes_on_with_each_sources_own_draws():
+def test_after_a_changed_mixture_each_source_continues_its_own_order():
     """Other weights, an added, a removed and a returning source: nobody's windows are repeated or left out in an
     epoch."""
     sources = with_windows(400, 300, 200)
@@ -76,8 +76,8 @@ def test_a_changed_mixture_goes_on_with_each_sources_own_draws():
         assert windows == draws_of(alone, len(windows))[name]
 
 
-def test_a_position_that_means_nothing_is_refused():
-    """Another seed, window length or content of a source: the draws made so far would name other windows."""
+def test_a_position_of_other_data_is_refused():
+    """With another seed, window length or content of a source, the previous draws would mean other windows."""
     sources = with_windows(40, 40)
     weights = {"s0": 1, "s1": 1}
     other = {**sources, "s1": source(321, "new")}
@@ -99,14 +99,14 @@ def test_a_position_that_means_nothing_is_refused():
             Sampler(*changed)
 
 
-def test_a_source_that_gives_no_sample_is_refused():
+def test_a_source_without_a_sample_is_refused():
     with pytest.raises(UserError, match="share of source 's0' is below"):
         Sampler(with_windows(5, 5), {"s0": 1e-9, "s1": 1}, 8, 0)
     with pytest.raises(UserError, match="source 'a' has 8 tokens, but .* seq_length 8 needs 9"):
         Sampler({"a": source(8)}, {"a": 1}, 8, 0)
 
 
-def test_what_is_told_of_a_position_is_tokens_and_epochs():
+def test_a_position_is_reported_in_tokens_and_epochs():
     """An epoch of a run has the windows of all sources that it draws from."""
     order = Sampler(with_windows(40, 20, 10), {"s0": 1, "s1": 1, "s2": 0}, 8, 0)
     assert order.epoch_windows == 60

@@ -33,7 +33,7 @@ def make_without_eos(path):
 
 
 @pytest.mark.parametrize("validation", ["validation", "valid", "val", "dev"])
-def test_training_knows_a_store_by_each_name(tmp_path, validation):
+def test_training_accepts_each_name_of_a_store(tmp_path, validation):
     for name in ("train", validation, "test"):
         make(tmp_path / name)
     data = DataConfig(str(tmp_path))
@@ -61,8 +61,8 @@ def test_datasets_are_mixed_by_their_weights_or_sizes(tmp_path):
         training_sources(DataConfig(str(tmp_path), datasets=["a", "a"]))
 
 
-def test_stores_of_one_run_have_one_tokenizer(tmp_path):
-    """One that does not know its own, or its eos, is taken as it is."""
+def test_the_stores_of_a_run_must_have_the_same_tokenizer(tmp_path):
+    """A store without a known tokenizer, or without a known eos, is accepted."""
     one = make(tmp_path / "one", tokenizer="ids:1")
     unknown = make_without_eos(tmp_path / "unknown")
     check_tokenizers_agree([unknown, one, unknown])
@@ -79,14 +79,14 @@ def test_stores_of_one_run_have_one_tokenizer(tmp_path):
             check_tokenizers_agree([one, make(tmp_path / "other", **other)])
 
 
-def test_batches_are_endless_and_those_of_a_training(tmp_path):
+def test_batches_are_endless_and_equal_those_of_training(tmp_path):
     make(tmp_path / "train", documents=[range(1, 9)])
     first, again = itertools.islice(mamba_fsdp.batches(tmp_path, seq_length=8, batch_size=1), 2)
     assert first.tokens.tolist() == again.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
     assert first.labels.tolist() == [[2, 3, 4, 5, 6, 7, 8, 0]]
 
 
-def test_only_the_default_data_is_made_and_only_if_it_is_missing(tmp_path, monkeypatch):
+def test_only_missing_default_data_is_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("data/mine", "builtin"):
         assert missing_builtin(DataConfig(path)) is None

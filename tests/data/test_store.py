@@ -37,7 +37,9 @@ def store(tmp_path):
     shard_tokens=st.integers(1, 30),
     data=st.data(),
 )
-def test_any_window_is_that_slice_of_the_documents(tmp_path_factory, documents, shard_tokens, data):
+def test_any_window_equals_the_slice_of_the_documents(
+    tmp_path_factory, documents, shard_tokens, data
+):
     """read(start, count) equals the slice of all documents laid end to end, positions restarting at each, across
     files."""
     store = write(tmp_path_factory.mktemp("store"), documents, shard_tokens=shard_tokens)
@@ -58,8 +60,8 @@ def test_any_window_is_that_slice_of_the_documents(tmp_path_factory, documents, 
     store.verify()
 
 
-def test_places_beyond_four_gib_are_read(tmp_path):
-    """In a file that is a hole up to its last tokens."""
+def test_positions_beyond_four_gib_can_be_read(tmp_path):
+    """The file is sparse up to its last tokens."""
     count = 3 << 30
     starts = np.array([0, 1 << 30, 2 << 30, count - 3], "<i8")
     file = StoreFile("00000", "", "", tokens=count, documents=len(starts))
@@ -73,7 +75,7 @@ def test_places_beyond_four_gib_are_read(tmp_path):
     assert window.positions[2:].tolist() == [0, 1, 2]
 
 
-def test_identity_follows_content_not_place(store, tmp_path):
+def test_the_identity_depends_on_the_content_not_the_path(store, tmp_path):
     """A copy has the same identity, one other token another. Rank 0 tells the other ranks what it has opened."""
     shutil.copytree(store.path, tmp_path / "copy")
     assert TokenStore(tmp_path / "copy").identity == store.identity
@@ -100,7 +102,7 @@ DAMAGES = {  # what is done in the folder: what is said
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_broken_store_is_refused_by_name(store, damage):
-    """Opening names the file and the fault; nothing broken is ever read."""
+    """Opening the store names the file and the fault. Broken files are never read."""
     subprocess.run(damage, shell=True, check=True, cwd=store.path)
     with pytest.raises(UserError, match=DAMAGES[damage]):
         TokenStore(store.path)

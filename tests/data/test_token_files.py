@@ -68,8 +68,8 @@ def write_documents(folder, form):
 
 
 @pytest.mark.parametrize("form", ["fms", "JSON", "save_to_disk", *FLAT, *LISTS])
-def test_documents_are_those_that_were_written(prepare, tmp_path, monkeypatch, form):
-    """Also if a document, its eos or its strip_tokens lie in two windows of a mapped file."""
+def test_token_files_give_the_documents_that_were_written(prepare, tmp_path, monkeypatch, form):
+    """This also holds if a document, its eos or its strip_tokens cross the border of two windows of a mapped file."""
     monkeypatch.setattr(token_files, "WINDOW", 3)
     write_documents(tmp_path / "in", form)
     options = FLAT.get(form, [{}])[-1]
@@ -85,7 +85,7 @@ def test_documents_are_those_that_were_written(prepare, tmp_path, monkeypatch, f
 def test_datalayout_documents_longer_than_its_positions(
     prepare, tmp_path, monkeypatch, wraps, window
 ):
-    """Behind the 14 bits of a position neither each token nor each window is a document of its own."""
+    """After the 14 bits of a position overflow, a token or a window is not a separate document."""
     monkeypatch.setattr(token_files, "WINDOW", window)
     exact = [*([5] * 16_383), EOS]  # ends where positions do
     documents = [[5, EOS], LONG, exact, [7, 8, EOS], LONG[:16_385]]
@@ -96,8 +96,8 @@ def test_datalayout_documents_longer_than_its_positions(
     assert TokenStore(tmp_path / "out" / "train").dtype.name == "uint16"
 
 
-def test_a_document_that_breaks_off_ends_there(prepare, tmp_path, monkeypatch):
-    """When its file's rest is skipped, another file's document or the end of the input follows."""
+def test_a_document_that_ends_early_ends_there(prepare, tmp_path, monkeypatch):
+    """After the rest of its file is skipped, a document of another file or the end of the input follows."""
     monkeypatch.setattr(token_files, "WINDOW", 1000)
     (tmp_path / "in").mkdir()
     for name in ("a.npy", "c.npy"):
@@ -110,7 +110,7 @@ def test_a_document_that_breaks_off_ends_there(prepare, tmp_path, monkeypatch):
     assert documents_of(tmp_path / "out/train") == [whole, [5, 6, EOS], whole]
 
 
-def test_blocks_can_be_laid_end_to_end(prepare, tmp_path):
+def test_blocks_can_be_concatenated(prepare, tmp_path):
     rows = np.arange(3, 39).reshape(-1, 6).tolist()
     rows[2][1] = EOS
     write_records(tmp_path / "in.jsonl", rows)
@@ -120,7 +120,7 @@ def test_blocks_can_be_laid_end_to_end(prepare, tmp_path):
     assert store.document_count == 2
 
 
-def test_an_array_is_cut_where_the_eos_of_the_tokenizer_is(prepare, tmp_path, tokenizer):
+def test_an_array_is_divided_at_the_eos_of_the_tokenizer(prepare, tmp_path, tokenizer):
     assert Tokenizer.from_file(tokenizer).token_to_id(END_OF_TEXT) == EOS
     np.save(tmp_path / "a.npy", [5, 6, EOS, 7])
     prepare(tmp_path / "a.npy", tmp_path / "out")

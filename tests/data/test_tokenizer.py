@@ -54,7 +54,7 @@ def test_eight_threads_share_one_tokenizer(tokenizer, texts):
 
 
 def test_a_spelled_special_token_is_text_in_a_document_and_a_token_in_a_prompt(folder):
-    """Whatever the folder's tokenizer is loaded for, its identity is one."""
+    """The identity of a folder's tokenizer does not depend on the purpose for which it is loaded."""
     for_documents = load(str(folder))
     for_prompts = load_words(folder)
     (ids,) = for_documents.encode_documents([SPELLED])
@@ -69,8 +69,8 @@ def merging(*merges):
     return Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4}, list(merges)))
 
 
-def test_tokenizers_that_do_the_same_have_one_identity(folder, tmp_path):
-    """Whoever saved them, and whatever they add around a text or do after the last token."""
+def test_equivalent_tokenizers_have_the_same_identity(folder, tmp_path):
+    """It does not depend on the program that saved them, or on tokens that they add around a text."""
     one = merging(("a", "b"), ("b", "c"))
     same = merging(("a", "b"), ("b", "c"))
     same.decoder = decoders.ByteLevel()
@@ -86,7 +86,7 @@ def test_tokenizers_that_do_the_same_have_one_identity(folder, tmp_path):
 
 
 def test_only_known_identities_can_differ():
-    """That two places are known to have different tokenizers is an error that names both."""
+    """If two paths are known to have different tokenizers, an error names both."""
     check_tokenizer("here", "ids:1", "there", ["ids:2", "ids:1"])
     check_tokenizer("here", "", "there", ["ids:2"])
     check_tokenizer("here", "ids:1", "there", ["unknown"])
@@ -102,7 +102,7 @@ def test_a_tokenizer_without_the_named_eos_is_refused(tokenizer, eos_token):
 
 @pytest.mark.parametrize("load", [load, load_words])
 def test_a_tokenizer_folder_with_code_runs_none_of_it(load, tmp_path, monkeypatch):
-    """Even if `yes |` answers whatever is asked."""
+    """This holds even if `yes |` answers every question."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
     (tmp_path / "evil").mkdir()
@@ -122,7 +122,7 @@ def test_a_tokenizer_folder_with_code_runs_none_of_it(load, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("configured", [None, True, False])
-def test_a_tokenizer_json_is_taken_as_it_is(tokenizer, tmp_path, stored, configured):
+def test_a_tokenizer_json_is_used_unchanged(tokenizer, tmp_path, stored, configured):
     """By both versions of transformers, whatever its folder is called and the config says of spaces; so is what is saved."""
     source = tmp_path / "my-t5-tokenizer"
     source.mkdir()

@@ -183,8 +183,8 @@ def test_the_table_in_docs_names_every_class():
     assert named - {""} == {architecture.class_name for architecture in ARCHITECTURES}
 
 
-def test_an_export_that_its_class_can_t_use_is_not_left(tmp_path, monkeypatch):
-    """A class that fails only with its cache; without the trial it is written as it is."""
+def test_an_export_that_its_class_can_t_use_is_removed(tmp_path, monkeypatch):
+    """The class fails only with its cache. Without the trial the export is written unchanged."""
 
     def fail(self, tokens, use_cache=True, **how):
         raise RuntimeError("no cache of this kind\nand more")
@@ -213,7 +213,7 @@ def test_an_export_is_not_tried_in_a_transformers_that_is_too_old(tmp_path, monk
 
 
 def test_an_export_pads_with_its_eos(tmp_path):
-    """As GPT-2's users expect: prompts of different lengths make a batch. A pad token of its own stays."""
+    """Prompts of different lengths can form a batch, as users of GPT-2 expect. The tokenizer's own pad token is kept."""
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba2"])
     write_tokenizer(ours)
     file = ours / "tokenizer_config.json"

@@ -24,7 +24,7 @@ TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
 
 @pytest.mark.skipif(not TRANSFORMERS_5, reason="transformers 4 has no Qwen3.5")
 def test_the_language_model_of_a_release_with_pictures_and_mtp(tmp_path):
-    """As docs/models.md says, and nothing is said of what transformers has left out."""
+    """The steps of docs/models.md work, and parts that transformers has left out cause no message."""
     sizes = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     sizes |= dict(hidden_size=32, intermediate_size=24, head_dim=8, vocab_size=53)
     sizes |= dict(num_attention_heads=4, linear_num_key_heads=2, linear_num_value_heads=4)
@@ -76,7 +76,7 @@ ROPE = {
 
 @pytest.mark.parametrize("case", ROPE)
 def test_scaled_rotary_positions_are_those_of_transformers(case, tmp_path):
-    """Of a text longer than the original length: logits, and what comes back from its class."""
+    """Compares the logits of a text that is longer than the original length, and imports what the class saves."""
     kind = case.split(",")[0]
     original = 20
     rope = {"rope_type": kind, **ROPE[case]}

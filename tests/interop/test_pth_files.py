@@ -33,7 +33,7 @@ def path(tmp_path):
 
 
 def compress(path):
-    """Packs the entries of a .pth file, as other programs may: mapped, that would not be numbers."""
+    """Compresses the entries of a .pth file, as other programs can do. Such a file can't be mapped into memory."""
     with zipfile.ZipFile(path) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
@@ -41,8 +41,8 @@ def compress(path):
             archive.writestr(name, content, zipfile.ZIP_DEFLATED)
 
 
-def test_what_is_written_is_what_torch_saves(tmp_path, path):
-    """Byte for byte; what is tied is one tensor. Nothing else is left in the folder."""
+def test_written_files_equal_those_of_torch_save(tmp_path, path):
+    """The files are equal byte for byte, tied weights are one tensor, and no other files remain in the folder."""
     folder = tmp_path / "folder"
     folder.mkdir()
     write_pth(folder / "file.pth", list(TENSORS), TENSORS.values, {"tied": "matrix"})
@@ -55,8 +55,8 @@ def test_what_is_written_is_what_torch_saves(tmp_path, path):
 
 
 @pytest.mark.parametrize("form", ["zip", "compressed", "old"])
-def test_each_form_gives_every_tensor_back(path, form):
-    """Whole or sliced, also from dicts in dicts."""
+def test_every_form_of_file_returns_every_tensor(path, form):
+    """Tensors are read whole or sliced, also from nested dicts."""
     content = {"step": 3, "model": {"state": TENSORS}}
     torch.save(content, path, _use_new_zipfile_serialization=form != "old")
     if form == "compressed":
@@ -82,7 +82,7 @@ def test_one_tensor_is_in_memory_at_a_time(path):
     assert len(alive) == 20
 
 
-def test_a_source_that_breaks_off_breaks_off_the_writing(path):
+def test_an_error_of_the_source_ends_the_writing(path):
     def tensors():
         yield torch.ones(3)
         raise UserError("the source is broken")
@@ -142,7 +142,7 @@ REFUSED = {  # name: (what writes the file, what is said)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_holds_no_tensors_alone_is_refused_and_nothing_executed(path, monkeypatch, name):
+def test_a_file_with_other_objects_is_refused_and_nothing_is_executed(path, monkeypatch, name):
     """torch before 2.6 hands a TorchScript archive to torch.jit.load even with weights_only."""
     write, words = REFUSED[name]
     write(path)
@@ -152,7 +152,7 @@ def test_what_holds_no_tensors_alone_is_refused_and_nothing_executed(path, monke
     assert not path.with_name("executed").exists()
 
 
-def test_storage_that_fails_is_no_damage(path, monkeypatch):
+def test_a_storage_error_is_not_reported_as_damage(path, monkeypatch):
     saved(TENSORS)(path)
     monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
     Disk(monkeypatch, path.parent).lose("file.pth")
@@ -160,7 +160,7 @@ def test_storage_that_fails_is_no_damage(path, monkeypatch):
         PthTensors(path)
 
 
-def test_what_is_no_weight_is_told_in_a_line(path):
+def test_a_file_without_weights_is_an_error_of_one_line(path):
     float8 = torch.ones(2).to(torch.float8_e4m3fn)
     for tensor in (
         float8,
@@ -174,7 +174,7 @@ def test_what_is_no_weight_is_told_in_a_line(path):
 
 
 def test_a_bomb_of_shared_dicts_is_visited_once(path):
-    """2 ** 45 ways lead to the one tensor."""
+    """There are 2 ** 45 paths to the single tensor."""
     content = {"weight": torch.ones(2)}
     for _ in range(45):
         content = {"a": content, "b": content}
@@ -183,7 +183,7 @@ def test_a_bomb_of_shared_dicts_is_visited_once(path):
 
 
 def test_a_small_archive_that_unpacks_to_gigabytes_is_refused_unopened(path, monkeypatch):
-    """By the sizes that it declares; a little is harmless."""
+    """The sizes that it declares decide. Small ones are accepted."""
     torch.save({"weight": torch.zeros(10**6)}, path)
     compress(path)
     assert PthTensors(path).shapes == {"weight": (10**6,)}

@@ -75,7 +75,7 @@ def config_file(tmp_path):
 
 
 @pytest.mark.parametrize("no_limit", [None, *([0.0, high] for high in NO_LIMITS)])
-def test_limits_that_no_dt_reaches_are_none(no_limit, config_file):
+def test_limits_of_dt_without_effect_are_ignored(no_limit, config_file):
     file = config_file("mamba2", time_step_limit=no_limit)
     assert read_description(file).config == read_description(config_file("mamba2")).config
 
@@ -128,7 +128,7 @@ def test_a_model_that_mamba_ssm_can_t_build_is_not_exported(tmp_path, settings, 
 
 
 def refused(source, words, folder, **how):
-    """Who writes it elsewhere is told so, and nothing is left behind."""
+    """The error is reported, and no files remain."""
     before = sorted(os.listdir(folder))
     with pytest.raises(UserError, match=words):
         write_model(source, folder / "out", **how)
@@ -165,8 +165,8 @@ MTP = r"model.safetensors contains layers for multi-token prediction \(MTP\), .*
         ("lm_head.weight", torch.ones(64, 32), f"lm_head.weight differs from {TIED}"),
     ],
 )
-def test_tensors_that_are_not_the_models(exported, tmp_path, name, tensor, words):
-    """But some fields of older Llamas, and a tied layer that is written twice."""
+def test_tensors_of_another_model_are_refused(exported, tmp_path, name, tensor, words):
+    """Some fields of older Llamas, and a tied layer that is stored twice, are accepted."""
     file = exported / "model.safetensors"
     tensors = load_file(file)
     for harmless in ("lm_head.weight", "model.layers.0.rotary_emb.inv_freq"):
@@ -179,8 +179,8 @@ def test_tensors_that_are_not_the_models(exported, tmp_path, name, tensor, words
     refused(exported, words, tmp_path)
 
 
-def test_sharded_safetensors_with_something_wrong(exported, tmp_path):
-    """Their index is not what it says it is, leads out of the folder, or names what is not there."""
+def test_damaged_sharded_safetensors_are_refused(exported, tmp_path):
+    """The index is not an index, leads out of the folder, or names missing files."""
     tensors = load_file(exported / "model.safetensors")
     (exported / "model.safetensors").unlink()
     first, *others = tensors
@@ -228,7 +228,7 @@ NO_MODELS = {  # a file that lies there: (the place that is named, what is said)
 
 
 @pytest.mark.parametrize("file", NO_MODELS)
-def test_a_place_without_a_model_is_refused(tmp_path, file):
+def test_a_path_without_a_model_is_refused(tmp_path, file):
     name, _, content = file.partition(" ")
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(content)
@@ -236,7 +236,7 @@ def test_a_place_without_a_model_is_refused(tmp_path, file):
     refused(tmp_path / place, words, tmp_path)
 
 
-def test_two_models_in_one_file_are_not_chosen_from(tmp_path):
+def test_two_models_in_one_file_are_refused(tmp_path):
     state = random_state(MAMBA1)
     torch.save({"model": state, "ema": dict(state)}, tmp_path / "two.pt")
     with pytest.raises(
@@ -260,8 +260,8 @@ def test_a_folder_of_torch_distributed_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.5, 0.999])
-def test_a_disk_that_fills_up(exports, tmp_path, share):
-    """While the tensors are put aside, and after that, while torch writes, which covers what the disk says."""
+def test_a_full_disk_ends_an_export_with_an_error(exports, tmp_path, share):
+    """The disk fills up while the tensors are stored temporarily, or while torch writes and hides the error of the disk."""
     whole = write_model(exports / "hf", tmp_path / "whole", format="pth") / "consolidated.00.pth"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(whole.stat().st_size * share), limits[1]))

@@ -67,7 +67,7 @@ def test_the_mean_of_checkpoints_is_a_model_with_their_tokenizer(run, monkeypatc
 
 
 def test_different_models_have_no_mean_though_their_tensors_fit(run, call, tmp_path):
-    """Nor is there one by weights whose sum is no number."""
+    """Weights whose sum is not a finite number are refused too."""
     checkpointer = open_run(tmp_path / "other", asynchronous=False)
     save(checkpointer, 1, replace(CONFIG, norm_eps=0.1), "made of it")
     save(checkpointer, 3, CONFIG, "another")
@@ -83,7 +83,7 @@ def test_different_models_have_no_mean_though_their_tensors_fit(run, call, tmp_p
 
 @pytest.mark.parametrize("source", [".", "checkpoints/step_00000002"])
 def test_a_run_is_published_and_exported_with_its_tokenizer(run, source):
-    """What a run publishes at its end can itself be exported, by any of its names."""
+    """The model that a run publishes at its end can be exported, by any of its paths."""
     published = run / "pth" / "step_00000002"
     published.parent.mkdir(exist_ok=True)
     publish(run / source, published)
@@ -100,7 +100,7 @@ def test_a_run_is_published_and_exported_with_its_tokenizer(run, source):
 
 
 def test_export_takes_a_tokenizer(tmp_path):
-    """And without one, none of transformers' usual tokens."""
+    """Without a tokenizer, the export has none of transformers' default tokens."""
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba2"])
     tokenizer = write_tokenizer(tmp_path / "letters")
     with pytest.raises(UserError, match="/ours: a model, not a tokenizer; "):
@@ -114,7 +114,7 @@ def test_export_takes_a_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["hf", "state-spaces"])
-def test_a_chosen_type_leaves_what_has_to_be_fp32(format, tmp_path):
+def test_a_chosen_dtype_keeps_parameters_that_must_be_fp32(format, tmp_path):
     state = random_state(CONFIGS["mamba1"])
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba1"], state)
     weights = read_weights(write_model(ours, tmp_path / "out", format=format, dtype="bf16"))
@@ -129,7 +129,7 @@ def test_a_chosen_type_leaves_what_has_to_be_fp32(format, tmp_path):
 
 
 def test_a_file_without_config_json(tmp_path):
-    """Its preset is named, and every tensor is checked; the message says how to find out which one it may be."""
+    """The user names its preset, and every tensor is checked. The message explains how to find the preset."""
     demo = ModelConfig(**preset("demo"))
     state = random_state(demo)
     file = tmp_path / "lonely.pth"
@@ -143,7 +143,7 @@ def test_a_file_without_config_json(tmp_path):
 
 
 def test_a_run_starts_from_its_own_checkpoint_then_from_what_is_named(run, tmp_path):
-    """Else from random weights; what is named but not there is an error."""
+    """Without them it starts from random weights. A named file that does not exist is an error."""
     own, new, nowhere = (str(place) for place in (run, tmp_path / "new", tmp_path / "nowhere"))
     file = str(tmp_path / "a.pth")
     (tmp_path / "a.pth").touch()
@@ -161,8 +161,8 @@ def test_a_run_starts_from_its_own_checkpoint_then_from_what_is_named(run, tmp_p
             find_origin(CheckpointConfig(save_ckpt_path=new, **{name: nowhere}))
 
 
-def test_one_error_of_the_storage_ends_no_export(run, tmp_path, monkeypatch):
-    """Whichever call it is: the mean of checkpoints, a published model and an export are whole afterwards."""
+def test_a_single_storage_error_does_not_end_an_export(run, tmp_path, monkeypatch):
+    """For every call, the mean of checkpoints, a published model and an export are whole afterwards."""
     monkeypatch.setattr(time, "sleep", lambda _: None)
     checkpoints = [run / f"checkpoints/step_0000000{step}" for step in (1, 2)]
 

@@ -133,7 +133,7 @@ LOST = {  # what a preset has that state-spaces has not
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_comes_back_from_state_spaces_config(preset, tmp_path):
+def test_every_preset_survives_a_round_trip_through_state_spaces(preset, tmp_path):
     config = ModelConfig(model_name=preset, **PRESETS[preset])
     if preset in LOST:
         with pytest.raises(UserError, match=LOST[preset]):
@@ -142,6 +142,6 @@ def test_every_preset_comes_back_from_state_spaces_config(preset, tmp_path):
     assert state_spaces.read_config(fields(tmp_path, **state_spaces.write_config(config))) == config
 
 
-def test_mlps_are_as_wide_as_the_reference_makes_them(tmp_path):
+def test_mlps_have_the_width_of_the_reference(tmp_path):
     content = {**BAMBA, "d_model": 64, "n_layer": 2, "attn_layer_idx": [], "d_intermediate": 130}
     assert state_spaces.read_config(fields(tmp_path, **content)).d_intermediate == 256

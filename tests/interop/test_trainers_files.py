@@ -33,8 +33,8 @@ def checkpointed(state):
     return {re.sub(r"(layers\.\d+)", wrapped, name): tensor for name, tensor in state.items()}
 
 
-def test_the_model_is_found_among_what_a_trainer_saves(tmp_path):
-    """fms-fsdp, plain, compiled, with checkpointed layers, under DDP, Composer."""
+def test_the_model_is_found_in_the_checkpoint_of_another_trainer(tmp_path):
+    """The files come from fms-fsdp (plain, compiled, with checkpointed layers, with DDP) and from Composer."""
     state = random_state(CONFIG)
     for content in (
         {"step": 3, "tokens_seen": 99, "model_state": state},
@@ -52,7 +52,7 @@ def as_neighbours(rows, size):
     return rows.view(-1, 2, size // 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
-def test_fms_rotates_neighbours_as_we_rotate_halves():
+def test_rotary_positions_of_fms_are_converted_to_ours():
     """There as complex numbers; what the channels of a head come to at each position is the same, in its order."""
     size, length = 12, 21
     rows = torch.randn(size, length)
@@ -65,7 +65,7 @@ def test_fms_rotates_neighbours_as_we_rotate_halves():
 
 
 def as_fms(state, config, fused, top):
-    """Our Llama under fms' names, its heads rotated in neighbouring rows."""
+    """Our Llama with fms's names, whose heads rotate neighbouring rows."""
     neighbours = partial(as_neighbours, size=config.resolved_head_dim)
     embedding, head, prefix = top
     found = {

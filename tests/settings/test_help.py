@@ -36,7 +36,7 @@ def test_all_has_every_setting_with_its_meaning_and_bounds():
             assert "".join(told.split()) in page
 
 
-def test_the_usual_are_twenty_that_exist_grouped_as_the_sections_are():
+def test_help_shows_at_most_twenty_existing_settings_in_the_order_of_the_sections():
     assert sorted(listed_settings("")) == sorted(USUAL.split()) and len(listed_settings("")) == 20
     assert {*listed_settings("")} < all_settings().keys()
     headings = re.findall(r"^(\w+): ", settings_page().text(""), re.M)
@@ -71,7 +71,7 @@ WORDS = {
 }
 
 
-def test_a_word_finds_its_setting_or_why_there_is_none():
+def test_a_topic_finds_its_setting_or_why_there_is_none():
     for asked, first in WORDS.items():
         assert first in listed_settings(asked)[:2], asked
     said = settings_page().text("logical shards")
@@ -97,7 +97,7 @@ UNKNOWN = {
 }
 
 
-def test_a_word_that_no_option_is_about_is_refused_in_a_line():
+def test_an_unknown_topic_is_an_error_of_one_line():
     for asked, hint in UNKNOWN.items():
         with pytest.raises(UserError, match="no option is about that; ") as caught:
             settings_page().text(asked)
@@ -119,7 +119,7 @@ ASKED = {
 }
 
 
-def test_what_is_asked():
+def test_help_query_reads_the_topic():
     for line, asked in ASKED.items():
         assert help_query(shlex.split(line)) == asked, line
 

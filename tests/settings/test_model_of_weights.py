@@ -16,7 +16,7 @@ def take(**given):
     return resolve.adopt_model(config, THERE, "init_from there").model
 
 
-def test_the_weights_give_the_shape():
+def test_weights_determine_the_shape_of_the_model():
     assert take(learning_rate=1).d_model == 48 and take().layers == "mamba2"
     assert take(d_model=48, headdim=16, chunk_size=32).chunk_size == 32
 
@@ -32,12 +32,12 @@ def test_the_weights_give_the_shape():
         ),
     ],
 )
-def test_other_settings_are_refused(given, message):
+def test_settings_of_another_shape_are_refused(given, message):
     with pytest.raises(UserError, match=message):
         take(**given)
 
 
-def test_a_setting_that_the_layers_of_the_weights_make_pointless():
+def test_a_setting_without_effect_on_the_layers_of_the_weights_is_reported():
     config = resolve.resolve_settings({"init_from": "there", "chunk_size": "32"})
     adopted = resolve.adopt_model(config, ModelConfig(d_model=48), "init_from there")
     assert adopted.notes == ("chunk_size=32 has no effect without a mamba2 or mamba3 layer",)

@@ -18,7 +18,7 @@ WORDS = {word: meant for words in PUBLISHED.values() for word, meant in words.it
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_a_published_setting_is_answered_right(word):
+def test_a_published_setting_of_another_launcher_is_translated(word):
     name, _, value = word.partition("=")
     meant = WORDS[word] or {}
     if isinstance(meant, str):
@@ -38,7 +38,7 @@ def test_a_published_setting_is_answered_right(word):
 
 
 @pytest.mark.slow
-def test_every_argument_of_the_trainer_is_answered():
+def test_every_argument_of_the_trainer_is_translated_or_refused():
     """The value that it has where nothing is given is no mistake, but for None where ours is always
     something."""
     import dataclasses
@@ -58,19 +58,19 @@ def test_every_argument_of_the_trainer_is_answered():
     assert refused == set(ours.split())
 
 
-def test_each_entry_leads_to_settings_that_there_are():
+def test_each_entry_names_existing_settings():
     for entry in other_launchers.load_entries().values():
         assert entry.setting in {"", *all_settings()} and (entry.setting or entry.why), entry
 
 
-def test_a_config_of_theirs_that_is_not_there_names_ours():
+def test_a_missing_config_file_of_another_launcher_names_the_ready_run():
     with pytest.raises(UserError, match="that run is --config=wikitext103 here"):
         resolve.resolve_settings({}, "configs/mamba_130m.yaml")
     with pytest.raises(UserError, match="give a path, a model's name or one of bamba-9b"):
         resolve.resolve_settings({}, "mine.yaml")
 
 
-def test_a_flag_that_begins_with_no_is_itself():
+def test_a_flag_that_begins_with_no_is_not_a_negation():
     assert command_line.split_arguments(["--no_wandb", "--resume", "--tracker=x"])[1] == {
         "no_wandb": "True",
         "resume": "True",
@@ -78,7 +78,7 @@ def test_a_flag_that_begins_with_no_is_itself():
     }
 
 
-def test_two_words_for_a_setting_agree():
+def test_two_names_of_a_setting_must_agree():
     def resolved(**given):
         return resolve.resolve_settings(given)
 
@@ -94,7 +94,7 @@ def test_two_words_for_a_setting_agree():
     assert resolved(seq_len="8", seq_length="8").data.seq_length == 8
 
 
-def test_all_mistakes_are_told_at_once(tmp_path):
+def test_all_mistakes_are_reported_at_once(tmp_path):
     file = tmp_path / "composer.yaml"
     file.write_text(
         "data: {seq_len: 64, n_samples_to_skip: 5}\nscheduler: {name: step, t_wramup: 3ba}\n"
@@ -108,7 +108,7 @@ def test_all_mistakes_are_told_at_once(tmp_path):
     assert all(word in said for word in mistakes.split())
 
 
-def test_a_section_of_theirs_is_only_a_prefix(tmp_path):
+def test_a_section_of_another_launcher_is_only_a_prefix(tmp_path):
     file = tmp_path / "theirs.yaml"
     file.write_text(
         "data: {global_batch_size: 16, micro_batch_size: 8}\noptimizer: {lr: 1e-3}\n"

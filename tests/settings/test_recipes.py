@@ -31,7 +31,7 @@ def differing(one, other):
 
 
 @pytest.mark.slow
-def test_each_resolves_is_the_model_it_names_and_fits():
+def test_each_recipe_resolves_to_the_model_that_it_names_and_fits_a_gpu():
     names = {*ready_runs(), *RECIPES}
     assert len(names) >= 17
     for name in names:
@@ -43,7 +43,7 @@ def test_each_resolves_is_the_model_it_names_and_fits():
         assert estimate(settings, nodes, INSTANCES["p4de.24xlarge"]).fits, name
 
 
-def test_a_word_means_the_same_as_model_name_and_as_config():
+def test_a_model_name_means_the_same_as_model_name_and_as_config():
     where_it_runs = {"dataset_path", "datasets", "weights", "save_ckpt_path", "num_workers"}
     what_is_told = {"eval_interval", "eval_batches", "checkpoint_interval", "report_interval"}
     for word in (*RECIPES, *SPELLINGS):
@@ -54,7 +54,7 @@ def test_a_word_means_the_same_as_model_name_and_as_config():
 
 
 def test_the_lines_that_the_demo_and_readme_print_train_as_the_demo_does(project):
-    """But for what they say themselves: data, folder, shape and length."""
+    """They differ only in the settings that they give: data, folder, shape and length."""
     demo = resolve_settings({}, "demo")
     text = "".join(
         (project / file).read_text()
@@ -69,7 +69,7 @@ def test_the_lines_that_the_demo_and_readme_print_train_as_the_demo_does(project
         assert differing(demo, settings).keys() <= settings.explicit | {"eval_batches"}
 
 
-def test_what_is_given_changes_a_recipe_and_replaces_nothing_else():
+def test_a_given_setting_changes_only_that_setting_of_a_recipe():
     usual = resolve_settings({"model_name": "mamba-130m"})
     assert usual.optimizer.learning_rate == 0.003 and usual.training.global_batch_size == 256
     for given, others in {
@@ -82,7 +82,7 @@ def test_what_is_given_changes_a_recipe_and_replaces_nothing_else():
         assert differing(usual, changed).keys() == others
 
 
-def test_words_of_other_launchers_train_as_there():
+def test_settings_of_other_launchers_train_with_their_recipes():
     for word in ("state-spaces/mamba-130m", "state-spaces/mamba-130m-hf", "7b", "llama3_8b_4k"):
         settings = resolve_settings({"model_name": word})
         assert settings.lr_schedule.schedule == "fms_cosine" and settings.data.seq_length == 4096

@@ -62,7 +62,7 @@ def test_leaf_section_and_synonym_name_the_same_setting(tmp_path):
     assert resolve(output_dir="x").checkpoint.save_ckpt_path == "x"
 
 
-def test_command_line_beats_file_beats_preset_beats_default(tmp_path):
+def test_the_command_line_overrides_the_file_the_preset_and_the_defaults(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text("model_name: mamba-130m\nn_layer: 3\nd_state: 8\n")
     model = resolve(str(file), d_state="4").model
@@ -70,7 +70,7 @@ def test_command_line_beats_file_beats_preset_beats_default(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["0123", "1e3", "true", "None", "[a]", "a=b"])
-def test_text_stays_text(text, tmp_path):
+def test_a_text_that_looks_like_a_number_stays_text(text, tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text(f"save_ckpt_path: '{text}'\n")
     assert resolve(str(file)).checkpoint.save_ckpt_path == text
@@ -154,8 +154,8 @@ def test_the_table_has_a_setting_of_each_need():
 
 
 @pytest.mark.parametrize("given", POINTLESS)
-def test_a_setting_that_does_nothing_is_refused(given, tmp_path):
-    """A setting of the model is told only: one command line may serve several models."""
+def test_a_setting_without_effect_is_refused(given, tmp_path):
+    """A setting of the model is only reported, because one command line can be used for several models."""
     where_not, where = map(words, POINTLESS[given])
     name = given.partition("=")[0]
     usual = resolve()
@@ -188,14 +188,14 @@ FITTING = {
 
 
 @pytest.mark.parametrize("given", FITTING)
-def test_what_was_not_given_fits_what_was(given):
-    """One setting alone is not refused with the name of another, which nobody gave."""
+def test_settings_that_were_not_given_are_adjusted_to_given_ones(given):
+    """A single setting is not refused because of another setting that nobody gave."""
     assert FITTING[given] in " ".join(resolve(**words(given)).notes)
     assert not resolve(layers="attention", head_dim="25").notes
 
 
-def test_what_the_command_line_makes_pointless_in_a_file_is_forgotten(tmp_path):
-    """So the file of a run that was changed so is one that can be given again."""
+def test_a_setting_in_a_file_that_the_command_line_makes_ineffective_is_dropped(tmp_path):
+    """The file of a run can therefore be given again after such a change."""
     changed = resolve("mambaoutai", schedule="constant", eval_interval="0", model_name="llama2_7b")
     usual = TrainConfig()
     assert changed.lr_schedule.decay_steps == usual.lr_schedule.decay_steps
@@ -207,7 +207,7 @@ def test_what_the_command_line_makes_pointless_in_a_file_is_forgotten(tmp_path):
     assert "eval_batches=2 has no effect" in message
 
 
-def test_what_does_nothing_in_the_file_of_a_run_is_passed_over(tmp_path):
+def test_an_ineffective_setting_in_the_file_of_a_run_is_ignored(tmp_path):
     file = tmp_path / "config.yaml"
     settings = resolve(eval_interval="0")
     file.write_text(module.as_yaml(settings).replace("eval_batches: -1", "eval_batches: 0"))
@@ -249,7 +249,7 @@ UNCLEAR = "-1tok -2tok 5tokens tok 5TOK 1_tok _1 1__0 1e-3 k 2kk 1.2345k 1.5 0x1
 
 
 @pytest.mark.parametrize("text", [*UNCLEAR.split(), "5 tok", "2 k", ""])
-def test_a_duration_that_says_nothing_clear_is_refused(text):
+def test_an_ambiguous_duration_is_refused(text):
     for name in ("num_steps", "warmup_steps", "eval_interval"):
         assert f"{name}={text}: expected " in refused(**{name: text})
 
@@ -311,8 +311,8 @@ SAME = [
 ]
 
 
-def test_another_experiment_is_refused_in_the_folder_of_the_first(first_run):
-    """Unless the settings name this folder."""
+def test_another_experiment_in_the_same_folder_is_refused(first_run):
+    """They are accepted if the settings name this folder."""
     for text in SAME:
         module.check_run_folder(resolve(**words(text)))
     for text, said in OTHERS.items():
@@ -321,7 +321,7 @@ def test_another_experiment_is_refused_in_the_folder_of_the_first(first_run):
         assert f"runs/train contains another run: {said}; name a folder" in str(caught.value)
 
 
-def test_a_file_names_the_folder_of_its_own_data_only(first_run):
+def test_the_run_folder_of_a_file_is_not_used_for_other_data(first_run):
     own = first_run / "own.yaml"
     own.write_text("dataset_path: data/a\nsave_ckpt_path: runs/train\nd_model: 64\n")
     module.check_run_folder(resolve(str(own), n_layer="3"))
@@ -329,8 +329,8 @@ def test_a_file_names_the_folder_of_its_own_data_only(first_run):
         module.check_run_folder(resolve(str(own), dataset_path="data/b"))
 
 
-def test_a_resumed_run_is_told_what_has_changed(first_run):
-    """In a part of a line, and not what matters to a first start alone."""
+def test_a_resumed_run_reports_changed_settings(first_run):
+    """Long values are shortened, and settings that only matter to a first start are left out."""
     given = {"dataset_path": "data/a", "d_model": "64"}
     assert module.changed_settings(resolve(**given, load_ckpt_path="x")) == ""
     changed = resolve(**given, seed="1", eval_prompts="a" * 70)
@@ -340,8 +340,8 @@ def test_a_resumed_run_is_told_what_has_changed(first_run):
     assert module.changed_settings(resolve(save_ckpt_path="runs/new")) == ""
 
 
-def test_settings_of_another_version_block_no_start_of_their_run(first_run):
-    """Unless a file is asked for by name, or the start names no folder. Each message names the file."""
+def test_unknown_settings_of_another_version_do_not_prevent_a_resume(first_run):
+    """They do if the file is given by name, or if the start names no folder. Each message names the file."""
     file = first_run / "runs/train/config.yaml"
     whole = file.read_text()
     file.write_text(f"old_knob: 7\n{whole}")
@@ -360,7 +360,7 @@ def test_settings_of_another_version_block_no_start_of_their_run(first_run):
     resolve(str(file), model_name="demo")
 
 
-def test_the_recipe_of_a_named_model_is_told():
+def test_the_recipe_of_a_named_model_is_reported():
     assert module.note_on_recipe(resolve()) == []
     given = {"seq_length": "8", "learning_rate": "1"}
     assert module.note_on_recipe(resolve(init_from="x.pth", **given)) == []
@@ -408,7 +408,7 @@ def test_options_of_get_dataset_that_exclude_each_other_are_refused():
 
 
 def test_null_in_a_file_is_the_default(tmp_path):
-    """Not a text of this name, nor the home folder. A quoted one is a text."""
+    """It means neither a folder of that name nor the home folder. In quotes it is plain text."""
     file = tmp_path / "run.yaml"
     names = ("load_ckpt_path", "eval_prompts", "init_from", "learning_rate")
     file.write_text(
@@ -419,7 +419,7 @@ def test_null_in_a_file_is_the_default(tmp_path):
     assert resolve(file).report.wandb_name == "null"
 
 
-def test_a_variable_in_a_path_is_refused_with_what_it_stands_for(monkeypatch):
+def test_a_variable_in_a_path_is_refused_with_its_value(monkeypatch):
     monkeypatch.setenv("SCRATCH", "/scratch/me")
     for path in ("$SCRATCH/run", "${SCRATCH}/run"):
         assert "not expanded here; write /scratch/me/run" in refused(save_ckpt_path=path)

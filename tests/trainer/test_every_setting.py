@@ -123,8 +123,8 @@ OTHER_VALUES = [
 CASES = [(name, value, common) for common, values in OTHER_VALUES for name, value in values.items()]
 # Settings with an effect that a short run of one process can not show, and the test that shows it.
 SHOWN_BY = {
-    "num_workers": "data/test_loader.py::test_threads_read_as_many_steps_ahead_as_they_are_told",
-    "prefetch": "data/test_loader.py::test_threads_read_as_many_steps_ahead_as_they_are_told",
+    "num_workers": "data/test_loader.py::test_threads_read_the_configured_number_of_steps_ahead",
+    "prefetch": "data/test_loader.py::test_threads_read_the_configured_number_of_steps_ahead",
     "fsdp_activation_checkpointing": "trainer/test_simulate.py::test_what_a_device_holds_is_what_was_expected",
     "selective_checkpointing": "trainer/test_simulate.py::test_what_a_device_holds_is_what_was_expected",
     "accumulate_unsharded": "trainer/test_simulate.py::test_gradients_travel_when_they_should",

@@ -367,7 +367,7 @@ FOLLOWED = {
 
 @pytest.fixture(scope="module")
 def folder(user_folder, tmp_path_factory):
-    """A copy of the user's folder with what the mistakes are about."""
+    """A copy of the user's folder with the files that the mistakes need."""
     folder = tmp_path_factory.mktemp("advice") / "user"
     shutil.copytree(user_folder, folder)
     (folder / "texts").mkdir()
@@ -401,7 +401,7 @@ def folder(user_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(folder, project):
-    """answers(a command line) -> (exit code, what was said)."""
+    """answers(a command line) -> (exit code, output)."""
     environment = {
         "PYTHONPATH": str(project),
         "PATH": "/usr/bin:/bin",
@@ -445,7 +445,7 @@ def follow(step, mistake, folder, answers):
 
 
 @pytest.mark.parametrize("mistake", FOLLOWED)
-def test_who_follows_the_advice_gets_there(folder, answers, mistake):
+def test_following_the_advice_of_an_error_works(folder, answers, mistake):
     shutil.rmtree(folder / "out", ignore_errors=True)
     pattern, *steps = FOLLOWED[mistake]
     code, said = answers(mistake)
@@ -464,7 +464,7 @@ TYPED = {  # words that people type: the settings that they become
 }
 
 
-def test_what_people_type_becomes_the_setting_that_they_mean(answers):
+def test_common_spellings_become_the_intended_setting(answers):
     for words, settings in TYPED.items():
         code, said = answers(f"train --dry_run --dataset_path=data/builtin {words}")
         assert code == 0, said
@@ -472,8 +472,8 @@ def test_what_people_type_becomes_the_setting_that_they_mean(answers):
             assert f" is {name}=" in said
 
 
-def test_a_vocabulary_that_is_not_given_is_the_data_s_and_stays_the_run_s(answers, folder):
-    """Also if the run is resumed, and in the folder that is taken without save_ckpt_path."""
+def test_the_vocabulary_is_that_of_the_data_and_stays_in_the_run(answers, folder):
+    """This also holds for a resumed run, and in the default run folder."""
     begin = f"{FREE.replace('--dry_run', '')} --dataset_path=data/builtin --num_steps="
     for steps in (1, 2):
         code, said = answers(

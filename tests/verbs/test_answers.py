@@ -34,7 +34,7 @@ def test_an_option_s_default_or_bound_changes_only_on_purpose(golden):
 
 
 @pytest.mark.torch22
-def test_json_is_all_there_is_on_stdout_if_it_is_asked_for(answer, in_user_folder):
+def test_with_json_stdout_contains_only_json(answer, in_user_folder):
     words = ["runs/demo/checkpoints/step_00000002", STORE, "--seq_length=32", "--limit=3", "--json"]
     code, numbers, err = answer(evaluate, *words)
     found = json.loads(numbers)
@@ -58,7 +58,7 @@ def test_equal_seeds_give_equal_texts_and_an_export_the_same(answer, in_user_fol
     assert re.match("def naïve.{5}", likeliest, re.S)
 
 
-def test_what_is_generated_does_not_drive_the_terminal(answer, in_user_folder, monkeypatch):
+def test_generated_text_can_not_control_the_terminal(answer, in_user_folder, monkeypatch):
     monkeypatch.setattr(generate, "generate", lambda *_: iter(["\x1b[2J", "\r"]))
     assert answer(generate, "runs/demo", "--prompt=a")[1] == "a\x1b[2J\r\n"
     for stream in (sys.stdout, sys.stderr):
@@ -81,7 +81,7 @@ def test_an_error_before_the_text_is_one_line(answer, in_user_folder, monkeypatc
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_it_with_its_text_and_speed(in_user_folder, project):
+def test_ctrl_c_ends_a_generation_with_its_text_and_speed(in_user_folder, project):
     code = """
 import os, signal
 from mamba_fsdp import command_line
@@ -113,7 +113,7 @@ command_line.run(generate.main, str, words)
 
 
 def test_a_training_that_a_signal_stopped_ends_with_a_shell_s_code(monkeypatch):
-    """torchrun takes any code of a rank for a failure."""
+    """torchrun treats any exit code of a rank other than 0 as a failure."""
     codes = [train.exit_code(stopped) for stopped in ("", "STOP file", "SIGTERM")]
     assert codes == [0, 0, 143]
     monkeypatch.setenv("RANK", "0")

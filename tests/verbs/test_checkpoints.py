@@ -14,7 +14,7 @@ def run(user_folder, tmp_path):
     return shutil.copytree(user_folder / "runs/demo", tmp_path / "run")
 
 
-def test_what_its_run_prunes_meanwhile_is_not_broken(run, call, monkeypatch):
+def test_a_checkpoint_that_is_pruned_during_verification_is_not_broken(run, call, monkeypatch):
     def pruned_first(*given, _verify=restore.verify):
         shutil.rmtree(run / "checkpoints/step_00000002", ignore_errors=True)
         return _verify(*given)

@@ -68,7 +68,7 @@ def test_a_terminal_shows_immediately_that_libraries_are_loading(project, termin
 
 
 def test_ctrl_c_stops_an_import_that_would_catch_it(project, tmp_path):
-    """torch catches it when it imports NumPy, for example."""
+    """torch, for example, catches KeyboardInterrupt while it imports NumPy."""
     (tmp_path / "deaf.py").write_text(
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
     )

@@ -28,7 +28,7 @@ def python(code, folder, project, **environment):
     )
 
 
-def test_it_shows_its_functions_with_what_they_are_for():
+def test_the_package_lists_its_functions_with_their_purposes():
     public = {name for name in dir(mamba_fsdp) if not name.startswith("_")}
     verbs = {"tokenize", "train", "generate", "evaluate", "inspect", "report", "export"}
     assert public == {"load", "batches", *verbs}
@@ -67,8 +67,8 @@ def test_a_wrong_argument_is_refused_by_its_name(name, words, message):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_notebook_begins_and_ends_without_a_shell(in_user_folder, tmp_path, capsys):
-    """A Path is a path for all of them, and what a command prints as its result is returned."""
+def test_a_notebook_can_tokenize_train_and_export_without_a_shell(in_user_folder, tmp_path, capsys):
+    """All functions accept a Path, and return the result that the command prints."""
     store = mamba_fsdp.tokenize(Path("a.txt"), tmp_path / "data", tokenizer="train:300")
     mamba_fsdp.inspect(store, verify=True)
     assert "verified" in capsys.readouterr().out
@@ -118,14 +118,14 @@ assert process() == before
 
 
 @pytest.mark.slow
-def test_a_notebook_keeps_its_ctrl_c(project, tmp_path):
+def test_training_restores_the_ctrl_c_of_a_notebook(project, tmp_path):
     """The import and a training leave the process as it was."""
     done = python(KEPT, tmp_path, project)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_program_may_end_with_its_batches_half_read(project, tmp_path):
-    """Their threads end with it: later the interpreter has already taken away what ends them."""
+    """The threads of the batches end with the program, before the interpreter removes the modules that they need."""
     write_store(tmp_path / "store", [range(1, 60)] * 4, vocab_size=64, eos=0, tokenizer="none")
     code = (
         "import atexit, threading, mamba_fsdp; "
@@ -136,8 +136,8 @@ def test_a_program_may_end_with_its_batches_half_read(project, tmp_path):
     assert (ended.stdout, ended.stderr) == ("1\n", "")
 
 
-def test_a_mistake_ends_with_the_line_of_the_user():
-    """Without the chain of internals that a notebook would show: a frame here, and one that raises it."""
+def test_the_traceback_of_a_mistake_ends_at_the_line_of_the_user():
+    """The traceback has only the frame of the caller and the frame that raises, because a notebook would show all internal ones."""
     with pytest.raises(UserError) as told:
         mamba_fsdp.load("/nowhere/model")
     assert len(told.traceback) == 2

@@ -38,7 +38,7 @@ def told(call):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_says_so_and_its_advice_fits(told):
+def test_a_plan_that_does_not_fit_suggests_settings_that_fit(told):
     code, said = told(f"mamba_9.8b {P4D} --nodes=24 --batch_size=2")
     assert code == 1 and "it does NOT fit; the largest part: activations" in said
     best = re.search(r"^best +24 +(\d+) +([\d/]+) ", said, re.M)
@@ -50,7 +50,7 @@ def test_what_does_not_fit_says_so_and_its_advice_fits(told):
 
 
 @pytest.mark.torch22
-def test_sizes_for_a_time_here_are_timed_and_their_commands_run(
+def test_sizes_for_this_machine_are_timed_and_their_commands_run(
     told, call, in_user_folder, monkeypatch
 ):
     monkeypatch.setattr(run, "MIN_TIMED_STEPS", 3)
@@ -64,8 +64,8 @@ def test_sizes_for_a_time_here_are_timed_and_their_commands_run(
     assert code == 0 and "tokens; " in said, said
 
 
-def test_failures_cost_what_a_run_has_measured(told, tmp_path):
-    """Its last save is not counted: the metrics don't have its time."""
+def test_the_cost_of_failures_uses_times_measured_by_a_run(told, tmp_path):
+    """The last save of the run is not counted, because the metrics do not contain its time."""
     (tmp_path / "events.jsonl").write_text(EVENTS)
     (tmp_path / "metrics.jsonl").write_text(METRICS)
     code, said = told(f"{TWO_NODES} --checkpoint_interval=7 --measured={tmp_path}")

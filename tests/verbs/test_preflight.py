@@ -34,7 +34,7 @@ def give_space(monkeypatch, free):
 
 @pytest.fixture
 def report(folder, tmp_path, monkeypatch):
-    """report(node, **settings): as that node would, whose driver shows `shown` of its GPUs."""
+    """report(node, **settings): writes the report of a node whose driver shows `shown` of its GPUs."""
     monkeypatch.setattr(machine, "check_version", lambda: None)
     give_space(monkeypatch, 10**12)
 
@@ -54,7 +54,7 @@ def report(folder, tmp_path, monkeypatch):
 
 @pytest.fixture
 def judge(folder, capsys):
-    """judge(nodes) -> (exit code, what is printed, what is wrong)."""
+    """judge(nodes) -> (exit code, output, problems)."""
 
     def run(*nodes):
         code = command_line.call(preflight.main, ["judge", str(folder), *nodes])
@@ -65,7 +65,7 @@ def judge(folder, capsys):
 
 
 def test_equal_nodes_are_fit(report, judge, monkeypatch):
-    """But that EFA devices need NCCL's plugin."""
+    """Only EFA devices without NCCL's plugin cause a warning."""
     monkeypatch.setattr(machine, "find_efa_library", lambda: None)
     for node in ("a", "b"):
         report(node, gpus=8, efa=32)
@@ -90,7 +90,7 @@ LACKING = {  # what is said of a second node: what it has
 
 
 @pytest.mark.parametrize("said", LACKING)
-def test_a_node_that_is_not_like_the_first_is_named(report, judge, folder, said):
+def test_a_node_that_differs_from_the_first_is_named(report, judge, folder, said):
     report("a", gpus=8, efa=4)
     if LACKING[said]:
         report("b", **LACKING[said])
@@ -102,7 +102,7 @@ def test_a_node_that_is_not_like_the_first_is_named(report, judge, folder, said)
     )
 
 
-def test_what_most_nodes_have_is_expected_of_the_first_too(report, judge, folder):
+def test_the_first_node_must_equal_the_majority_too(report, judge, folder):
     for node, gpus in (("a", 4), ("b", 8), ("c", 8)):
         report(node, gpus=gpus)
     assert judge("a", "b", "c")[0] == 1
@@ -119,7 +119,7 @@ def test_a_node_whose_project_folder_is_of_another_version_is_named(folder, repo
     assert f"error: b: its {PROJECT} contains other code than on a; mount the" in wrong
 
 
-def test_too_little_space_for_the_checkpoints_to_come(folder, report, judge, monkeypatch):
+def test_too_little_space_for_future_checkpoints_is_refused(folder, report, judge, monkeypatch):
     """mamba-2.8b: 12 bytes a parameter, three kept and one being written. Of a run that has some the next must fit, once
     those are gone that training would remove: not the newest, nor one that stays."""
     give_space(monkeypatch, 10**10)
@@ -144,9 +144,7 @@ def test_too_little_space_for_the_checkpoints_to_come(folder, report, judge, mon
 
 
 @pytest.mark.parametrize("setting", ["init_from", "load_ckpt_path"])
-def test_weights_that_are_not_there_are_told_before_training(
-    folder, report, tmp_path, judge, setting
-):
+def test_missing_weights_are_reported_before_training(folder, report, tmp_path, judge, setting):
     report("a", **{setting: tmp_path / "elsewhere"})
     code, _, wrong = judge("a")
     assert code == 2 and f"{tmp_path}/elsewhere: there is no such" in wrong
@@ -157,14 +155,14 @@ def test_weights_that_are_not_there_are_told_before_training(
     assert judge("a")[0] == 0
 
 
-def test_a_folder_that_is_not_shared(folder, monkeypatch):
+def test_a_run_folder_that_is_not_shared_is_reported(folder, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "b")
     said = "^b: .* is not the folder that the first node sees; mount the shared file system on b"
     with pytest.raises(UserError, match=said):
         preflight.report(folder, folder.parent / ".settings")
 
 
-def test_data_is_there_on_all_nodes(report, judge, tmp_path):
+def test_data_must_exist_on_all_nodes(report, judge, tmp_path):
     report("a")
     shutil.rmtree(tmp_path / "store")
     report("b", use_dummy_dataset=True)
@@ -175,7 +173,7 @@ def test_data_is_there_on_all_nodes(report, judge, tmp_path):
     assert len(wrong.splitlines()) == 1
 
 
-def test_data_that_training_cannot_read_is_told_by_the_first_node(
+def test_the_first_node_reports_data_that_training_cannot_read(
     report, judge, tmp_path, monkeypatch
 ):
     """AWS's own dataset_path is a save_to_disk folder. The remedy is one that the user of an image has."""

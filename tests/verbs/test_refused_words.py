@@ -101,7 +101,7 @@ for line in json.load(sys.stdin):
 
 @pytest.fixture(scope="module")
 def answers(user_folder, project, tmp_path_factory):
-    """{line: (exit code, what is said)}, of a Python in which no slow library can be imported."""
+    """{line: (exit code, output)}, from a Python in which no slow library can be imported."""
     libraries = tmp_path_factory.mktemp("libraries")
     for name in ("torch", "datasets", "transformers"):
         (libraries / f"{name}.py").write_text(f"raise SystemExit('imported {name}')\n")
@@ -135,7 +135,7 @@ def test_mistakes_are_one_line_with_the_reason(answers, verb):
         assert len(said.splitlines()) == 1, said
 
 
-def test_what_needs_no_torch_is_answered_without_it(answers):
+def test_commands_that_need_no_torch_do_not_import_it(answers):
     for line, lines in FAST.items():
         code, said = answers[line]
         assert code == 0 and len(said.splitlines()) >= lines, said
@@ -145,7 +145,7 @@ def test_dtypes_of_checkpoints_are_those_that_torch_reads():
     assert DTYPES == SAFETENSORS_DTYPES.keys()
 
 
-def test_a_run_folder_that_is_read_only(tmp_path, monkeypatch):
+def test_a_read_only_run_folder_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(UserError, match=f"save_ckpt_path: can't write to {tmp_path}"):
         check_folder(resolved(save_ckpt_path=tmp_path))

@@ -34,7 +34,7 @@ ELSEWHERE = {  # what the machine, the moment and the version decide
 
 @pytest.fixture
 def folder(in_user_folder, tmp_path, monkeypatch):
-    """A copy of the user's folder with a run of which more is recorded, which was killed in a save."""
+    """A copy of the user's folder. It also has a run with more records, which was killed during a save."""
     of_other_tests = shutil.ignore_patterns("evaluations", "lm_eval_*", "report.html")
     for place in ("data/builtin", "runs/demo", "exported/demo"):
         shutil.copytree(in_user_folder / place, tmp_path / place, ignore=of_other_tests)

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.torch22
 
 
 def test_an_export_can_be_read_by_others(in_user_folder, tmp_path):
-    """Files as the umask says, nothing of a killed attempt."""
+    """Files have the permissions of the umask, and no files of a killed attempt remain."""
     (tmp_path / "..hf.lease.0123456789ab.partial").mkdir()
     before = os.umask(0o027)
     try:
