@@ -38,7 +38,7 @@ from mamba_fsdp.errors import NodeFault, TransientError, UserError
 from mamba_fsdp.ops import backends as known
 from mamba_fsdp.ops.backends import REFERENCE, BackendChoice, resolve_backends
 from mamba_fsdp.ops.fused import VARIES
-from mamba_fsdp.parallel.parallelize import SHARDED_STRATEGIES, choose_strategy
+from mamba_fsdp.parallel.parallelize import SHARDED_STRATEGIES
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.planning.estimate import local_machine
 from mamba_fsdp.run.names import CACHES, KERNELS
@@ -372,17 +372,20 @@ def run_on_all_nodes(world: World, work: Callable[..., T], *inputs: Any) -> T:
 
 
 def select_kernels(
-    settings: TrainConfig, world: World, folder: Path, write: Write = write_atomically
+    settings: TrainConfig,
+    world: World,
+    strategy: str,
+    folder: Path,
+    write: Write = write_atomically,
 ) -> tuple[BackendChoice, str]:
     """Selects the backends on rank 0 and tests them on all ranks.
 
-    Returns (the selection, a description of its origin and test for the log), the same on all ranks. folder: the run
-    folder. write: replaces a file in it. Raises UserError on all ranks if no backend is usable for an operator, or if a
-    selected backend fails on a rank.
+    Returns (the selection, a description of its origin and test for the log), the same on all ranks. strategy: see
+    choose_strategy. folder: the run folder. write: replaces a file in it. Raises UserError on all ranks if no backend is
+    usable for an operator, or if a selected backend fails on a rank.
     """
     began = time.perf_counter()
-    is_sharded = choose_strategy(settings.parallel, world) in SHARDED_STRATEGIES
-    selector = KernelSelector(settings, world.device, is_sharded)
+    selector = KernelSelector(settings, world.device, strategy in SHARDED_STRATEGIES)
     record, origin = world.on_rank0(selector.select_kernels, folder, write)
 
     try:

@@ -12,7 +12,6 @@ from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.conventions import DTYPES
 from mamba_fsdp.data.loader import Loader, split_step
 from mamba_fsdp.errors import MEMORY_ADVICE, UserError
-from mamba_fsdp.interop.architectures import exportable
 from mamba_fsdp.model.init import initial_values
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.presets import model_title
@@ -111,10 +110,10 @@ class RunSetup:
         """Creates the objects that the training loop works on, and loads the weights and the optimizer's state."""
         settings = self.start.settings
         world = self.world
-        batch_shape = split_step(settings, world.rank, world.size)
-        tokens_per_step = batch_shape.global_batch * settings.data.seq_length
         kernels = self.choose_backends(world)
         parallel = build_model(settings, world, kernels.backends)
+        batch_shape = split_step(settings, world.rank, world.size)
+        tokens_per_step = batch_shape.global_batch * settings.data.seq_length
         dtype = DTYPES[settings.training.precision(world.device.type)]
         optimizer = make_optimizer(parallel, parameters(settings.model), settings.optimizer, dtype)
         checkpointer = Checkpointer(
@@ -165,25 +164,20 @@ class RunSetup:
         world = self.world
         device = world.device.type
         precision = settings.training.precision(device)
-        strategy = choose_strategy(settings.parallel, shape).replace("none", "no sharding")
+        strategy = choose_strategy(settings.parallel, shape)
         self.print_line(
             f"model      {model_title(model)}: {parameter_count(model):,} parameters, {format_count(model.n_layer, 'layer')}, "
-            f"{precision}, {strategy} on {shape.size} x {device}"
+            f"{precision}, {strategy.replace('none', 'no sharding')} on {shape.size} x {device}"
         )
-        try:
-            exportable(model)
-        except UserError as error:
-            self.print_line(f"export     {error}; .pth and this program's own")
         is_dry = settings.training.dry_run
         if device in kernel_selection.TESTED_DEVICES and not is_dry:
             choice, origin = kernel_selection.select_kernels(
-                settings, world, self.folder.path, self.folder.lease.write
+                settings, world, strategy, self.folder.path, self.folder.lease.write
             )
             self.print_line(f"kernels    {choice}; {origin}")
         else:
-            choice = resolve_backends(
-                settings.training.kernels, device, settings.operator_uses(device)
-            )
+            uses = settings.operator_uses(device)
+            choice = resolve_backends(settings.training.kernels, device, uses)
             self.print_line(f"kernels    {choice}")
         work = Workload(settings, shape, choice.backends)
         if device == "cuda" or is_dry:
@@ -211,14 +205,15 @@ class RunSetup:
         start = self.start
         found = start.checkpoint
         shards = parallel.shards(optimizer)
-        if found and start.origin.is_own:
-            self.use_checkpoint(checkpointer.resume(shards, found).path, self.world)
-        elif found:
-            path = start.origin.path
-            verified = find_checkpoint(
-                path, self.world, self.print_line, shards=shards, found=found
-            )
-            load(verified, shards, self.world)
+        if found:
+            if start.origin.is_own:
+                verified = checkpointer.resume(shards, found)
+            else:
+                path = start.origin.path
+                verified = find_checkpoint(
+                    path, self.world, self.print_line, shards=shards, found=found
+                )
+                load(verified, shards, self.world)
             self.use_checkpoint(verified.path, self.world)
         elif start.weights:
             start.weights.open(

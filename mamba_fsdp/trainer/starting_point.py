@@ -21,6 +21,7 @@ from mamba_fsdp.data.source import DummySource, Source
 from mamba_fsdp.data.tokenizer import TextTokenizer, check_tokenizer, import_with, load_words
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing.builtin import missing_builtin
+from mamba_fsdp.interop.architectures import exportable
 from mamba_fsdp.interop.places import Origin, find_origin
 from mamba_fsdp.interop.weights import Weights, find_weights
 from mamba_fsdp.model.config import parse_model_config
@@ -118,6 +119,10 @@ def find_starting_point(
     settings = adopt_vocabulary(settings, origin, data)
     check_vocabulary(settings, origin, weights, data)
     lines: list[str] = []
+    try:
+        exportable(settings.model)
+    except UserError as error:
+        lines.append(f"export     {error}; .pth and this program's own")
     print_data(settings, data, origin, lines.append)
     state, description = initial_state(settings, origin, checkpoint, saved, weights, data)
     print_origin(settings, origin, checkpoint, description, lines.append)

@@ -17,6 +17,7 @@ from mamba_fsdp.errors import TransientError, UserError
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.ops import backends, conv, cpp, gdn, norm, scan, ssd
 from mamba_fsdp.ops.backends import BACKENDS, OPERATORS, REFERENCE, demands
+from mamba_fsdp.parallel.parallelize import choose_strategy
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer import kernel_selection, layer_check
@@ -146,7 +147,10 @@ def settings_of(layers="mamba1", **given):
 
 def choose(folder, world=None, **given):
     folder.mkdir(parents=True, exist_ok=True)
-    return kernel_selection.select_kernels(settings_of(**given), world or World.alone(), folder)
+    settings = settings_of(**given)
+    world = world or World.alone()
+    strategy = choose_strategy(settings.parallel, world)
+    return kernel_selection.select_kernels(settings, world, strategy, folder)
 
 
 def tensors_of(operator):
