@@ -1,13 +1,34 @@
 """The floors of docs/architecture.md: a file imports only from its folder and from floors below it, in no circle."""
 
 import ast
+import collections
 import re
 import tokenize
 from pathlib import Path
 
 import pytest
 
-MOST_TOKENS = 197_000  # of them 16,000 decide for the launcher, and 21,000 make token stores of what people have
+# {folder of the library: the tokens that it may have, without comments and docstrings}. A feature that needs more raises its
+# folder's limit in the same commit, whose message says why. A commit that needs fewer may lower it.
+MAX_TOKENS = {
+    ".": 5_357,
+    "checkpoint": 9_081,
+    "data": 9_846,
+    "importing": 17_985,
+    "inference": 4_166,
+    "interop": 12_423,
+    "launch": 23_479,
+    "model": 11_178,
+    "ops": 36_954,
+    "parallel": 7_095,
+    "planning": 6_995,
+    "reporting": 3_956,
+    "run": 4_556,
+    "settings": 9_314,
+    "storage": 3_213,
+    "trainer": 22_792,
+    "verbs": 8_533,
+}
 NOT_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 
 
@@ -136,15 +157,25 @@ def test_imports_of_our_own_name_files_that_are_there(project, files):
                 assert is_there, f"{path} imports {node.module}"
 
 
-def test_the_library_is_small_enough_to_hold_in_ones_head(project):
-    """In tokens without comments and docstrings."""
+def count_tokens(path):
+    """Returns the number of tokens of a file, without comments and docstrings."""
     count = 0
-    for path in (project / "mamba_fsdp").rglob("*.py"):
-        with path.open() as file:
-            for token in tokenize.generate_tokens(file.readline):
-                is_docstring = token.string.startswith(('"""', 'r"""'))
-                count += tokenize.tok_name[token.type] not in NOT_CODE and not is_docstring
-    assert count <= MOST_TOKENS
+    with path.open() as file:
+        for token in tokenize.generate_tokens(file.readline):
+            is_docstring = token.string.startswith(('"""', 'r"""'))
+            count += tokenize.tok_name[token.type] not in NOT_CODE and not is_docstring
+    return count
+
+
+def test_no_folder_of_the_library_grows_by_accident(project):
+    library = project / "mamba_fsdp"
+    counts = collections.Counter()
+    for path in library.rglob("*.py"):
+        first, *rest = path.relative_to(library).parts
+        counts[first if rest else "."] += count_tokens(path)
+    assert counts.keys() == MAX_TOKENS.keys()
+    above = {folder: count for folder, count in counts.items() if count > MAX_TOKENS[folder]}
+    assert above == {}, "these folders have more tokens than MAX_TOKENS allows"
 
 
 # Calls that meet a transient error of a disk, or a pipe in place of a file, without the care of storage/.
