@@ -135,7 +135,7 @@ def run_part(name: str, out: Path, rehearse: bool) -> str:
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--out", str(out)]
     if name == "tests":
         # Without tests/conftest.py, which wants more packages than they do. Each of xdist's workers compiles kernels.
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--noconftest", "tests/gpu"]
+        command = [sys.executable, "-m", "pytest", "-v", "-n", "auto", "--noconftest", "tests/gpu"]
         command.append("--ignore=tests/gpu/test_all.py")
     elif rehearse:
         command.append("--rehearse")

@@ -152,13 +152,13 @@ def peer_step(
     return step
 
 
-def settings_of(name: str, rehearse: bool, batch: int = BATCH, **others: int) -> TrainConfig:
+def settings_of(name: str, rehearse: bool, **others: int) -> TrainConfig:
     """Returns the settings of a preset's training. others: fields of its model."""
     sizes = TINY if rehearse else {}
     config = preset(name) | sizes | others
     return TrainConfig(ModelConfig(**config)).with_values(
         mixed_precision="bf16",
-        batch_size=batch,
+        batch_size=1 if rehearse else BATCH,
         seq_length=16 if rehearse else LENGTH,
         reset_at_documents=False,
         sharding_strategy="none",
