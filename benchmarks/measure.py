@@ -7,7 +7,7 @@ import argparse
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -99,11 +99,11 @@ def in_turn(works: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, li
     return found
 
 
-def in_processes(work: Callable[[Any], Any], jobs: Iterable[Any], processes: int) -> list[Any]:
-    """Returns the result of `work` for each job. So many processes work at the same time."""
+def in_processes(work: Callable[[Any], Any], jobs: Iterable[Any], processes: int) -> Iterator[Any]:
+    """Yields the result of `work` for each job. So many processes work at the same time."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        return list(pool.map(work, jobs))
+        yield from pool.map(work, jobs)
 
 
 def times_as_fast(own: Iterable[float], base: Iterable[float]) -> float:

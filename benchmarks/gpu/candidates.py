@@ -43,7 +43,6 @@ CANDIDATES = {
         "ssd.triton.NEAR.num_warps=8",
         "ssd.triton.FAR.ROWS=32",
         "norm=reference",
-        "mamba2=fused",
     ),
     "mamba-1.4b": (
         "",
@@ -51,7 +50,6 @@ CANDIDATES = {
         "scan.triton.CHANNELS=16",
         "scan.triton.CHUNK=32 scan.triton.CHANNELS=16",
         "loss.CHUNK_ON_GPU=8192",
-        "mamba1=fused",
     ),
 }
 PROCESSES = 12

@@ -31,10 +31,10 @@ SMALL = {"vocab_size": 8192}
 def measure(device: torch.device, rehearse: bool) -> Iterator[Row]:
     began = time.perf_counter()
     work = partial(compile_all, device, rehearse, PROCESSES)
-    problems = in_processes(work, range(PROCESSES), PROCESSES)
+    problems: set[str] = set().union(*in_processes(work, range(PROCESSES), PROCESSES))
     row: Row = {"preset": "all", "model": f"all, in {PROCESSES} processes"}
     row["seconds"] = f"{time.perf_counter() - began:.1f}"
-    yield row | {"note": "; ".join(sorted(set().union(*problems)))}
+    yield row | {"note": "; ".join(sorted(problems))}
     for name, title in JOBS:
         began = time.perf_counter()
         problem = take_step(name, title, device, rehearse, {})

@@ -5,9 +5,11 @@ import os
 import pytest
 
 from benchmarks.gpu import __main__ as everything
-from benchmarks.gpu.candidates import configured
+from benchmarks.gpu.candidates import CANDIDATES, configured
+from benchmarks.gpu.models import settings_of
 from benchmarks.gpu.sensors import Sensors
 from mamba_fsdp.model.config import ModelConfig
+from mamba_fsdp.ops.backends import demands
 from mamba_fsdp.ops.scan import triton as scan
 from mamba_fsdp.ops.ssd import triton as ssd
 from mamba_fsdp.settings.train_config import TrainConfig
@@ -80,6 +82,13 @@ def test_a_candidate_replaces_what_it_names():
         assert scan.CHUNK == 32
         assert changed.training.kernels == "norm=reference"
     assert ssd.SWEEP is before and scan.CHUNK == 64
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_the_candidates_name_what_there_is(name):
+    for candidate in CANDIDATES[name]:
+        with configured(settings_of(name, rehearse=True), candidate) as changed:
+            demands(changed.training.kernels)
 
 
 def test_each_call_ends_within_nine_minutes():
