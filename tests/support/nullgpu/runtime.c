@@ -263,6 +263,9 @@ enum memory nullgpu_memory_of(const void *pointer) {
 
 cudaError_t cudaMalloc(void **pointer, size_t bytes) {
     FAIL_IF_LOST;
+    *pointer = NULL;
+    if (!bytes) /* as CUDA does */
+        return cudaSuccess;
     pthread_mutex_lock(&lock);
     int fits = bytes_of[DEVICE] + bytes <= total_memory();
     void *start = MAP_FAILED;
