@@ -151,7 +151,8 @@ def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
         WANTED_NODES_VARIABLE in os.environ
     ):  # some nodes of the job are lost: the others share the same global batch
         if not training.global_batch_size:
-            global_batch = global_batch * int(os.environ[WANTED_NODES_VARIABLE]) // nodes_of_job()
+            nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # torchrun has started ranks on them
+            global_batch = global_batch * int(os.environ[WANTED_NODES_VARIABLE]) // nodes
         batch_size = math.gcd(batch_size, global_batch // ranks)
         per_pass = batch_size * ranks
     if global_batch % per_pass:
@@ -160,11 +161,6 @@ def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
             f"{ranks} {who}; set global_batch_size={round_up(global_batch, per_pass)}, another batch_size, or start another number of ranks"
         )
     return BatchShape(rank, ranks, batch_size, global_batch // per_pass, sequence_slice)
-
-
-def nodes_of_job() -> int:
-    """Returns the number of nodes on which torchrun has started ranks."""
-    return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 
 @dataclass(eq=False)

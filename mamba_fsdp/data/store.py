@@ -243,9 +243,16 @@ class StoreWriter:
                 self._finish_file()
             tokens = tokens[end:]
 
-    def flush(self) -> None:
-        """Writes everything that `state` counts to the disk."""
-        self._write_files(are_complete=False)
+    def flush(self, are_complete: bool = False) -> None:
+        """Writes everything that `state` counts to the disk.
+
+        are_complete: whether both files are complete. Only then they are truncated: if a process that seemed to be dead is
+        still running, it writes the same bytes at the same place as this process.
+        """
+        for (path, size), content in zip(self._files(), self._unwritten):
+            if content or are_complete:
+                write_part(path, size - len(content), content, are_complete)
+            content.clear()
 
     def finish_files(self) -> list[StoreFile]:
         """Completes the last file. Returns the entries of all files for the index."""
@@ -288,16 +295,6 @@ class StoreWriter:
                 )
             self._digests.append(_start_digest(path, size))
 
-    def _write_files(self, are_complete: bool) -> None:
-        """Writes the parts of both files that are not yet on the disk.
-
-        Only complete files are truncated. If a process that seemed to be dead is still running, it writes the same bytes at the
-        same place as this process.
-        """
-        for (path, size), content in zip(self._files(), self._unwritten):
-            write_part(path, size - len(content), content, are_complete)
-            content.clear()
-
     def _write(self, tokens: np.ndarray) -> None:
         state = self.state
         ends = np.flatnonzero(tokens == self.eos) + 1
@@ -326,7 +323,7 @@ class StoreWriter:
 
     def _finish_file(self) -> None:
         self._start_digests()
-        self._write_files(are_complete=True)
+        self.flush(are_complete=True)
         state = self.state
         name = FileName(f"{len(state.files):05d}")
         bin_sha256, doc_sha256 = [digest.hexdigest() for digest in self._digests]

@@ -2,8 +2,8 @@
 
 import logging
 import math
+import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import datasets
 import pyarrow
@@ -14,7 +14,7 @@ from mamba_fsdp.importing.compression import peeked
 from mamba_fsdp.importing.inputs import Document, Fault, InputFile
 from mamba_fsdp.importing.json_records import field_of
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage.retry import open_with_retries, size_of
+from mamba_fsdp.storage.retry import open_with_retries
 
 ROWS = 64  # rows of a table that are read at a time
 TOKEN_COLUMNS = (
@@ -44,11 +44,10 @@ def parquet_documents(file: InputFile, options: DatasetConfig) -> Iterator[Docum
 
 def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document | Fault]:
     with open_with_retries(file.name) as stream:
-        head = peeked(stream)
-        stream.seek(max(0, size_of(Path(file.name)) - len(END_OF_STREAM)))
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - len(END_OF_STREAM)))
         end = stream.read()
         stream.seek(0)
-        if head.startswith(b"ARROW1"):
+        if peeked(stream).startswith(b"ARROW1"):
             reader = pyarrow.ipc.open_file(stream)
             count = reader.num_record_batches
             yield from _documents_in(map(reader.get_batch, range(count)), file, options, count)

@@ -17,6 +17,7 @@ from mamba_fsdp.settings.train_config import DataConfig
 if TYPE_CHECKING:
     from mamba_fsdp.inference.loading import Loaded
 
+DEFAULT_LENGTH = 2048  # tokens per window if the length of the training is unknown
 MIN_SCIENTIFIC = 10**6  # larger perplexities are printed in scientific notation
 # Maximum number of positions in a forward pass, unless a single window has more.
 MAX_POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}
@@ -32,11 +33,11 @@ class EvaluationConfig:
     """The options of an evaluation on a token store."""
 
     seq_length: int = setting(
-        2048, at_least=1, elsewhere="max_seq_length max_length seq_len block_size context_length"
+        0, at_least=0, elsewhere="max_seq_length max_length seq_len block_size context_length"
     )
     """Tokens per window. A longer window gives tokens more context, so that the loss is lower, and takes more memory.
-    The default does not depend on the length that the model was trained with. A context of a task that is longer
-    loses its beginning."""
+    0: the length that the model was trained with, or 2048 if that is unknown and with --tasks. A context of a task
+    that is longer loses its beginning."""
     stride: int = setting(0, at_least=0, needs=evaluates_data, elsewhere="doc_stride")
     """Tokens from the start of one window to the start of the next; 0: seq_length, without overlap. With a
     smaller stride, each token has at least seq_length - stride tokens before it, and the work grows by a
@@ -113,9 +114,10 @@ def measure(
     from mamba_fsdp.trainer.validation import sum_losses
 
     began = time.perf_counter()
-    if options.stride > options.seq_length:
+    length = options.seq_length or model.weights.seq_length or DEFAULT_LENGTH
+    if options.stride > length:
         raise UserError(
-            f"--stride={options.stride} is longer than --seq_length={options.seq_length}: tokens between two "
+            f"--stride={options.stride} is longer than --seq_length={length}: tokens between two "
             "windows would be left out; set a smaller --stride"
         )
     store = TokenStore(data)
@@ -129,7 +131,7 @@ def measure(
             f"{import_with(model.weights.tokenizer_path)}"
         )
     world = inference_world()
-    window = max(1, min(options.seq_length, store.token_count - 1))
+    window = max(1, min(length, store.token_count - 1))
     stride = min(options.stride or window, window)
     fitting = max(1, MAX_POSITIONS[world.device.type] // window)
     batch_shape = BatchShape(world.rank, world.size, min(options.batch_size, fitting))

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from mamba_fsdp.data.tokenizer import load_for_transformers
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.inference.decoding import generate
+from mamba_fsdp.inference.evaluate import DEFAULT_LENGTH
 from mamba_fsdp.inference.loading import inference_world, load
 from mamba_fsdp.storage.retry import is_folder
 from mamba_fsdp.text import suggest_name
@@ -39,7 +40,7 @@ class MambaFSDP(TemplateLM):
         self,
         pretrained: str | Path,
         tokenizer: str = "",
-        max_length: int = 2048,
+        max_length: int = 0,
         batch_size: int = 8,
         model_name: str = "",
         device: str = "",
@@ -47,7 +48,7 @@ class MambaFSDP(TemplateLM):
     ) -> None:
         """Loads the model. The arguments have the same names as for lm-eval's hf model.
 
-        pretrained, model_name: see `load`. tokenizer: the path of the tokenizer, if the model has none. batch_size: the
+        pretrained, model_name: see `load`. max_length: tokens per window; 0: DEFAULT_LENGTH. tokenizer: the path of the tokenizer, if the model has none. batch_size: the
         maximum number of texts in a forward pass. device: is only checked; it must name the kind of device that `load`
         uses. Raises UserError for other arguments, and if the model can't be loaded."""
         super().__init__()
@@ -65,7 +66,7 @@ class MambaFSDP(TemplateLM):
             raise UserError(
                 f"the tokenizer has {len(self.tokenizer):,} tokens, more than the model; use the model's tokenizer"
             )
-        self.max_length = max_length
+        self.max_length = max_length or DEFAULT_LENGTH
         self.batch_size = int(batch_size)
 
     @property

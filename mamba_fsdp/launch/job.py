@@ -7,6 +7,7 @@ Python with only the standard library, because the Python of an image exists onl
 has been unpacked. launch/plan.py resolves the settings in the environment that trains.
 """
 
+import shutil
 import signal
 
 interrupt = signal.getsignal(signal.SIGINT)
@@ -87,7 +88,7 @@ def submit_check(args: List[str]) -> int:
 
     Raises LaunchError without Slurm. Returns the exit code if the settings are invalid.
     """
-    if not slurm.has_salloc():
+    if not shutil.which("salloc"):
         raise LaunchError("--check needs a Slurm cluster, but this machine has no salloc command")
     os.chdir(PROJECT)
     slurm.choose_environment_of_job(os.environ.get("IMAGE", ""))

@@ -5,7 +5,6 @@ For the cluster's own Python, see host.py.
 
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 import time
@@ -24,8 +23,7 @@ HYPERPOD_FOLDER = "/opt/sagemaker_cluster"  # exists on SageMaker HyperPod only
 FIRST_PORT = 20000  # the first port that jobs use for the rendezvous
 PORTS = 10000  # the number of ports that jobs use for the rendezvous
 REQUEUED_STATES = ("PENDING", "COMPLETING")  # states of a job that has already been queued again
-MAX_REQUEUE_ATTEMPTS = 5
-MAX_UPDATE_ATTEMPTS = 5
+MAX_ATTEMPTS = 5  # to queue the job again, and to change it
 MAX_SLURMD_TIMEOUT = 600  # seconds; Slurm's default is 300
 DEFAULT_SLURMD_PORT = 6818
 GUARD_STEP = "mamba-guard"  # name of the job step that runs launch/node_guard.py
@@ -67,16 +65,10 @@ def is_in_job() -> bool:
     return bool(os.environ.get("SLURM_JOB_ID"))
 
 
-def has_salloc() -> bool:
-    """Returns whether this host can allocate a job."""
-    return shutil.which("salloc") is not None
-
-
 def this_job() -> Job:
     """Returns the job of this process.
 
-    Raises LaunchError if the job is heterogeneous, because its parts can't train together, and if
-    Slurm does not know the job.
+    Raises LaunchError if the job is heterogeneous, because its parts can't train together.
     """
     number = os.environ["SLURM_JOB_ID"]
     if os.environ.get("SLURM_HET_SIZE"):
@@ -88,12 +80,21 @@ def this_job() -> Job:
     if os.environ.get("SLURM_ARRAY_TASK_ID"):
         name = "{SLURM_ARRAY_JOB_ID}_{SLURM_ARRAY_TASK_ID}".format(**os.environ)
     nodes = host_names(os.environ.get("SLURM_JOB_NODELIST", ""))
-    if not nodes:
-        raise LaunchError(
-            f"SLURM_JOB_ID={number} is set, but this process is not in a Slurm job: unset SLURM_JOB_ID, or sbatch this file"
-        )
     restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     return Job(number, name, restart, nodes)
+
+
+def check_is_alive(job: Job) -> None:
+    """Raises LaunchError if the job has ended. Its variables can be left over in a shell, for example
+    in the shell of an expired salloc.
+    """
+    # The header shows that the controller has answered.
+    jobs = command_output("squeue", f"--user={os.getuid()}", "--format=%A").split()
+    if not job.nodes or (jobs and job.number not in jobs):
+        raise LaunchError(
+            f"SLURM_JOB_ID={job.number} is set, but Slurm has no such job any more: unset SLURM_JOB_ID to use this machine "
+            "without Slurm, or sbatch this file"
+        )
 
 
 def host_names(node_list: str) -> List[str]:
@@ -317,7 +318,7 @@ def requeue_job(job: Job, left_out: Collection[str] = ()) -> bool:
     number of nodes is also restored, because a job that has released nodes would start again with
     fewer.
     """
-    for _ in range(MAX_REQUEUE_ATTEMPTS):  # an overloaded controller can answer later
+    for _ in range(MAX_ATTEMPTS):  # an overloaded controller can answer later
         now = query_state(job)
         if now in REQUEUED_STATES or now.startswith("REQUEUE"):
             return True
@@ -338,7 +339,7 @@ def _request_other_nodes(job: Job, left_out: Collection[str]) -> None:
         if excluded and excluded.group(1) != "(null)":
             names.update(host_names(excluded.group(1)))
         wanted["ExcNodeList"] = ",".join(sorted(names))
-    for _ in range(MAX_UPDATE_ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         if _update(job, wanted):
             return
         time.sleep(0.5)

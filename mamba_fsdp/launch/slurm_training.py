@@ -109,11 +109,12 @@ def make_training(args: List[str], variables: Variables, kind: Type[Training]) -
     """Builds the training of this job, or its subclass for a check, and installs its signal
     handlers.
 
-    Raises LaunchError for jobs or variables that are unsuitable, and SystemExit after a help page
-    or an error in the settings.
+    Raises LaunchError for jobs that are unsuitable or have ended, for unsuitable variables, and
+    SystemExit after a help page or an error in the settings.
     """
     supervisor = Supervisor()
     job = slurm.this_job()
+    slurm.check_is_alive(job)
     training = kind(args, variables, job, supervisor)
     training.listen()
     slurm.check_gpus(job)

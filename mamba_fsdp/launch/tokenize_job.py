@@ -50,6 +50,7 @@ def main(args: List[str]) -> int:
             )
         os.execv(environment.python, command + args)
     job = slurm.this_job()
+    slurm.check_is_alive(job)
     if os.environ.get("SLURM_ARRAY_TASK_ID"):
         args = args + ["--part=" + array_part()]
     supervisor = Supervisor()

@@ -158,8 +158,10 @@ class ModelConfig:
         for item in self.layers.replace(" ", "").split(","):
             match = re.fullmatch(r"(?:(\d{1,9})\*)?([a-z0-9]+(?:/[a-z0-9]+)?)(\+mlp)?", item)
             if not match or not spec.MIXERS.keys() >= set(match[2].split("/")):
+                name = re.split("[*/+]", item)[-1]
+                hint = suggest_name(name, spec.MIXERS, "no layer", elsewhere={"attn": "attention"})
                 raise UserError(
-                    f"layers: can't read {item!r} in {self.layers!r}; write {', '.join(spec.MIXERS)}, or two "
+                    f"layers: can't read {item!r} in {self.layers!r} ({hint}); write {', '.join(spec.MIXERS)}, or two "
                     "with / between them, each with an optional count and +mlp, as in 9*mamba2+mlp,attention+mlp"
                 )
             count = min(int(match[1] or 1), self.n_layer)
@@ -173,10 +175,6 @@ class ModelConfig:
     def has_mixer(self, mixer: str) -> bool:
         """Returns whether any layer has this mixer."""
         return any(mixer in layer.mixers for layer in self.layer_list())
-
-    def has_effect_of(self, name: str) -> bool:
-        """Returns whether the setting `name` has an effect on this model."""
-        return has_effect(FIELDS[name], self)
 
     def multiplier(self, name: str) -> float:
         """Returns the factor `name` of `multipliers`; 1 if it is not given."""
@@ -245,7 +243,7 @@ class ModelConfig:
             "rope_scaling": self.rope,
             "multipliers": parse_pairs("multipliers", self.multipliers),
         }
-        return {name: value for name, value in values.items() if self.has_effect_of(name)}
+        return {name: value for name, value in values.items() if has_effect(FIELDS[name], self)}
 
     def parts(self) -> list[spec.Spec]:
         """Returns each kind of mixer in the model once, and the MLP if the model has one."""

@@ -69,18 +69,6 @@ Parameters = dict[str, Parameter]  # {name: parameter}
 Operators = dict[str, dict[str, int]]
 
 
-def _no_flops(config: "ModelConfig", seq_length: int) -> float:
-    return 0.0
-
-
-def _no_check(config: "ModelConfig") -> None:
-    pass
-
-
-def _no_operators(config: "ModelConfig") -> Operators:
-    return {}
-
-
 @dataclass(frozen=True)
 class Spec:
     """One kind of mixer, or the MLP.
@@ -94,9 +82,9 @@ class Spec:
     """
 
     parameters: Callable[..., Parameters]
-    flops: Callable[..., float] = _no_flops
-    check: Callable[..., None] = _no_check
-    operators: Callable[..., Operators] = _no_operators
+    flops: Callable[..., float] = lambda *_: 0.0
+    check: Callable[..., None] = lambda *_: None
+    operators: Callable[..., Operators] = lambda *_: {}
     multiplier_prefix: str = "ssm"
 
 

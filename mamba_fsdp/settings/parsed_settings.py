@@ -68,6 +68,10 @@ class ParsedSettings:
         Raises UserError for an invalid value. Also raises UserError if it was given before, unless one of the two names
         comes from another launcher and the values agree."""
         value = read_field(name, all_settings()[name][1], text, f" ({self.where})")
+        if name == "seq_length" and str(text).lower().endswith("k"):
+            self.notes.append(
+                f"seq_length={text} is {value:,}; is {value * 1024 // 1000} meant? Write it in full"
+            )
         if name not in self.names:
             self.values[name] = value
             self.names[name] = word

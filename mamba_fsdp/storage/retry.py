@@ -160,7 +160,8 @@ def _open_regular_file(flags: int, name: str, mode: int) -> int:
 def open_with_retries(path: str | Path) -> io.BufferedReader:
     """Opens an untrusted file for reading, like open_to_read, for example a large one that is read for hours. Opening it and
     each read are retried: they raise StorageError after a minute of retries. Raises other OSErrors immediately."""
-    return io.BufferedReader(retry_io(partial(_FileWithRetries, path), path))
+    opener = partial(_open_regular_file, 0)
+    return io.BufferedReader(retry_io(partial(_FileWithRetries, path, opener=opener), path))
 
 
 class _FileWithRetries(io.FileIO):
@@ -170,9 +171,6 @@ class _FileWithRetries(io.FileIO):
     read: Any = io.RawIOBase.read
     readall = io.RawIOBase.readall
 
-    def __init__(self, path: str | Path) -> None:
-        super().__init__(path, opener=partial(_open_regular_file, 0))
-
     def readinto(self, buffer: Any) -> int:
         return retry_io(partial(self._read, buffer), str(self.name))
 
@@ -181,7 +179,7 @@ class _FileWithRetries(io.FileIO):
             return os.readv(self.fileno(), [buffer])
         except OSError:
             # A descriptor can stay stale after a restart of the file server, so the next attempt uses a new one.
-            with contextlib.suppress(OSError), _FileWithRetries(self.name) as new:
+            with contextlib.suppress(OSError), open_to_read(str(self.name)) as new:
                 new.seek(self.tell())
                 os.dup2(new.fileno(), self.fileno())
             raise

@@ -148,6 +148,9 @@ def _show_settings(run: Path) -> None:
     except UserError as error:
         print_field("settings", error)
         return
+    starts = [event for event in read_events(run) if event.get("event") == "started"]
+    for start in starts[-1:]:
+        print_field("last start", f"{start.get('time')}, from {start.get('from')}")
     if settings:
         print_field(
             "progress",

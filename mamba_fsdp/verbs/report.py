@@ -16,7 +16,7 @@ from mamba_fsdp.fields import setting
 from mamba_fsdp.importing.kinds import classify_path, unexpected_path_error
 from mamba_fsdp.reporting.page import make_page
 from mamba_fsdp.run.names import REPORT, TOKENIZER
-from mamba_fsdp.storage.retry import is_folder, make_folder, write_for_user
+from mamba_fsdp.storage.retry import make_folder, write_for_user
 
 
 @dataclass
@@ -50,7 +50,7 @@ def report(*runs: str | Path, options: Options) -> Path:
     tokenizers = {next(identities_in(folder / TOKENIZER), "") for folder in folders}
     page = make_page([*folders.values()], tokenizers_differ=len(tokenizers - {""}) > 1)
     file = Path(out) if out else Path(runs[0]) / REPORT
-    if is_folder(file) or file.suffix != ".html":
+    if file.suffix != ".html":
         file /= REPORT
     try:
         make_folder(file.parent, parents=True)

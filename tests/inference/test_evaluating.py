@@ -58,6 +58,14 @@ def test_each_token_is_scored_once_with_enough_context(model, stride):
     assert found.loss == pytest.approx(total / found.tokens, rel=1e-5)
 
 
+def test_windows_are_as_long_as_the_sequences_of_the_training(model, run):
+    """Unless another length is given, or the length of the training is unknown."""
+    assert mamba_fsdp.evaluate(model, STORE).window == model.weights.seq_length == 32
+    model.weights.seq_length = None
+    store = TokenStore(STORE)
+    assert mamba_fsdp.evaluate(model, STORE).window == min(2048, store.token_count - 1)
+
+
 def test_words_and_bytes_are_counted_in_the_predicted_text(model, monkeypatch):
     """The counts do not depend on the windows, nor on how many tokens are decoded at a time."""
     whole = mamba_fsdp.evaluate(model, STORE, seq_length=32)

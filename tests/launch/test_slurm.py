@@ -78,10 +78,28 @@ def test_options_of_the_shell_do_not_reach_slurms_commands(monkeypatch):
 
 
 def test_a_job_id_that_is_left_over_in_a_shell_is_refused(monkeypatch, says):
+    """Also with the nodes of a job that has ended, as in the shell of an expired salloc."""
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-    with pytest.raises(LaunchError, match="unset SLURM_JOB_ID"):
-        slurm.this_job()
+    says("squeue", "JOBID\n77\n", "JOBID\n76\n", "JOBID\n")
+    for _ in range(3):
+        with pytest.raises(LaunchError, match="unset SLURM_JOB_ID"):
+            slurm.check_is_alive(slurm.this_job())
+        monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+        says("scontrol", "node1\nnode2\n")
+    assert len(says.asked("squeue")) == 3
+
+
+def test_the_job_of_a_script_or_of_a_salloc_shell_is_found(monkeypatch, says):
+    """Even if the controller does not answer."""
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    says("scontrol", "node1\nnode2\n")
+    says("squeue", "JOBID\n76\n77\n", None)
+    job = slurm.this_job()
+    assert job == slurm.Job("77", "77", 0, ["node1", "node2"])
+    for _ in range(2):
+        slurm.check_is_alive(job)
 
 
 def test_no_answer_is_not_taken_for_no_job(says):

@@ -26,6 +26,8 @@ def test_a_pattern_is_repeated_or_cut(pattern, count, layers):
 ATTENTION = {"layers": "attention", "n_head": 4, "n_kv_head": 2}
 REFUSED = [
     ({"layers": "mamba9"}, "can't read 'mamba9'"),
+    ({"layers": "mamba2+attn"}, "did you mean attention"),
+    ({"layers": "2*mamba22"}, "did you mean mamba2"),
     ({"layers": "mamba2/"}, "can't read 'mamba2/'"),
     ({"layers": "0*mamba1"}, "contains no layer"),
     ({"layers": "mamba2", "headdim": 48}, "headdim 48 does not divide expand * d_model = 256"),

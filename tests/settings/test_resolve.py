@@ -194,6 +194,14 @@ def test_settings_that_were_not_given_are_adjusted_to_given_ones(given):
     assert not resolve(layers="attention", head_dim="25").notes
 
 
+def test_a_length_in_thousands_is_pointed_out():
+    """k means 1,000 everywhere, but lengths are usually powers of two."""
+    settings = resolve(seq_length="2k")
+    assert settings.data.seq_length == 2000
+    assert settings.notes == ("seq_length=2k is 2,000; is 2048 meant? Write it in full",)
+    assert not resolve(seq_length="2000").notes
+
+
 def test_a_setting_in_a_file_that_the_command_line_makes_ineffective_is_dropped(tmp_path):
     """The file of a run can therefore be given again after such a change."""
     changed = resolve("mambaoutai", schedule="constant", eval_interval="0", model_name="llama2_7b")

@@ -19,7 +19,13 @@ METRICS = [
     {"step": 5, "val_loss": 2.5, "val_share": 0.25},
     {"step": 6, "val_loss": 3.0, "val_share": 1.0, "goodput": 0.5, "goodput_of_commands": 0.75},
 ]
-EVENT = {"step": 6, "event": "started", "changed": "seed 1 -> 2"}
+EVENT = {
+    "step": 6,
+    "event": "started",
+    "time": "2026-01-02T03:04:05+00:00",
+    "from": "checkpoint step_00000006",
+    "changed": "seed 1 -> 2",
+}
 ELSEWHERE = {  # what the machine, the moment and the version decide
     r" \d+\.\d+ k?B(?=  )": " SIZE",
     r"(?<=torch )\S+": "VERSION",
