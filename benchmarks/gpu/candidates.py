@@ -50,6 +50,7 @@ CANDIDATES = {
         "scan.triton.CHANNELS=16",
         "scan.triton.CHUNK=32 scan.triton.CHANNELS=16",
         "loss.CHUNK_ON_GPU=8192",
+        "loss=reference",
     ),
 }
 PROCESSES = 12

@@ -18,7 +18,7 @@ from mamba_fsdp.ops.backends import OPERATORS
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.layer_check import LayerCheck, Rows
 
-WITH_KERNELS = ("conv", "norm", "scan", "ssd")
+WITH_KERNELS = ("conv", "loss", "norm", "scan", "ssd")
 HEADDIM = 64  # of the models with SSD
 MODELS = ("mamba-1.4b", "mamba2-2.7b")
 # Whole rows, then rows that are cut, need masks and have documents: (whether they have them, rows).
@@ -36,6 +36,7 @@ POINTERS = {
 # Factors of a launch's elements: names of constants, and numbers.
 ELEMENTS: dict[tuple[str, str], tuple[Any, ...]] = {
     ("conv", "walk"): (4, "CHANNELS"),
+    ("loss", "cross_entropy"): ("BLOCK",),
     ("norm", "norm"): ("BLOCK",),
     ("norm", "norm_back"): ("BLOCK",),
     ("scan", "sweep"): (4, "CHANNELS", "N"),

@@ -217,6 +217,7 @@ class MambaLM(nn.Module):
             labels.flatten(),
             None if weights is None else weights.flatten(),
             chunk=chunk,
+            backend=self.backends["loss"],
         )
 
     def final_norm(self, hidden: Tensor, residual: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ OPERATORS = {  # the backends of each, best first; on a GPU, trainer/kernel_sele
     "gdn": ("fused", "reference"),
     "attention": ("flash", "reference"),
     "norm": ("triton", "fused", "reference"),
-    "loss": ("reference",),
+    "loss": ("triton", "reference"),
     "mamba1": ("triton", "fused"),
     "mamba2": ("triton", "fused"),
 }
@@ -247,11 +247,8 @@ def use_simpler_form(operator: str, backend: str) -> bool:
 
 def modules(package: str) -> dict[str, ModuleType]:
     """Returns the backends of the operator with this `package`, by name."""
-    names = OPERATORS[package.rpartition(".")[2]]
-    if len(names) == 1:  # the operator's module is the backend
-        return {names[0]: import_module(package)}
     backends = {}
-    for name in names:
+    for name in OPERATORS[package.rpartition(".")[2]]:
         path = "mamba_fsdp.ops.fused" if name == "fused" else f"{package}.{name}"
         backends[name] = import_module(path)
     return backends

@@ -25,9 +25,11 @@ LIBRARY = torch.library.Library("mamba_fsdp", "FRAGMENT")
 RUNS: dict[str, Callable[..., Any]] = {}  # the `run` of each operator, by name
 OLDEST = (8, 0)  # oldest supported compute capability, the first in every kernel's table
 Blocks = Mapping[str, int]  # constants of a kernel, and its num_warps
-# Arguments for which Triton compiles no other code if 16 divides them or if they are 1: they follow from the number of
+# Arguments for which Triton compiles no other code if 16 divides them or if they are 1. Most follow from the number of
 # positions, which differs in each prompt and in the last window of an evaluation. Addresses are as aligned without.
-OF_LENGTH = "length rows row_programs seq_idx_batch segments per_segment segment_chunks".split()
+OF_LENGTH = (
+    "length rows row_programs segments per_segment segment_chunks vocab labels token_weights"
+).split()
 
 
 def why_unavailable() -> str | None:
@@ -163,6 +165,14 @@ def _schema(name: str, arguments: list[str], results: int) -> str:
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Returns the gradient of W in x @ W.T. grad: of the product, as x (batch, length, channels)."""
     return grad.flatten(0, 1).T @ x.flatten(0, 1)
+
+
+def rows(t: Tensor) -> Tensor:
+    """Returns a (batch, length, ...) as (batch, length, channels) with contiguous channels and positions that are evenly
+    spaced over the whole batch. The model's tensors are not copied."""
+    t = t.flatten(2)
+    is_even = len(t) == 1 or t.stride(0) == t.shape[1] * t.stride(1)
+    return t if is_even and t.stride(2) == 1 else t.contiguous()
 
 
 def blocks(table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blocks:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.ops import attention, conv, fused, gdn, loss, scan
+from mamba_fsdp.ops import attention, conv, fused, gdn, scan
 from mamba_fsdp.parallel.compat import load_shard
 from mamba_fsdp.parallel.context import ContextGroup
 from mamba_fsdp.parallel.model import ParallelModel, ParameterSlot, find_slots
@@ -75,7 +75,7 @@ def parallelize(
     if settings.fsdp_activation_checkpointing:
         checkpoint_blocks(blocks, settings.selective_share())
     if settings.use_torch_compile:
-        compile_blocks(blocks, world.device)
+        compile_blocks(blocks)
 
     replicated = slots
     if strategy in SHARDED_STRATEGIES:
@@ -125,9 +125,8 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
-    """Compiles the forward of each block separately, so that sharding stays outside of the compiled code. On a GPU,
-    also compiles the loss of a chunk of tokens.
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Compiles the forward of each block separately, so that sharding stays outside of the compiled code.
 
     Equal blocks share their compiled code, except with torch 2.2: it compiles every block and, with its default limits,
     would run all blocks after the eighth uncompiled. The limits are therefore raised.
@@ -141,8 +140,6 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
     limits.accumulated_cache_size_limit = max(enough, limits.accumulated_cache_size_limit)
     for block in blocks:
         block.forward = torch.compile(block.forward)
-    if device.type == "cuda":  # if it were not compiled, the loss would read the logits seven times
-        loss.on_device = torch.compile(loss.chunk_loss, dynamic=False)
 
 
 def exclude_from_compilation() -> None:

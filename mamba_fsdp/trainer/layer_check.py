@@ -28,7 +28,8 @@ from mamba_fsdp.this_process import progress, rank_and_host
 # code for each remainder. SSD can divide this length in two, and it is not a multiple of any kernel's chunk.
 POSITIONS = 592
 # A prime, so that each position of a row has a different token and therefore its own gradient, and all rows differ.
-VOCABULARY = 1009
+TOKENS = 1009
+VOCABULARY = 1024
 # Rows times channels that occupy a whole GPU. If there are fewer, kernels split the rows.
 GPU_FILLING_SIZE = 32768
 # The largest error allowed for a result tensor, relative to the tensor's largest value. If MARGIN times the error of plain
@@ -135,7 +136,8 @@ class LayerCheck:
             self.model,
             layers=",".join(kinds),
             n_layer=len(kinds),
-            vocab_size=VOCABULARY,
+            vocab_size=VOCABULARY + self.model.padded_vocab_size % 8,  # the kernel depends on it
+            pad_vocab_size_multiple=1,
             tie_embeddings=False,
         )
         with self.device:
@@ -161,7 +163,7 @@ class LayerCheck:
     def run(self, model: MambaLM, rows: Rows) -> Results:
         """Runs the model on made-up tokens.
 
-        Returns the output and, if gradients are enabled, each parameter's gradient.
+        Returns the output, the loss and, if gradients are enabled, each parameter's gradient.
 
         A row consists of three documents (over both ranks, if ranks share sequences), or of one document if it begins
         with a state.
@@ -169,7 +171,7 @@ class LayerCheck:
         progress.touch()
         length = rows.before + rows.positions
         tokens = torch.arange(rows.batch * length, device=self.device).view(rows.batch, length)
-        tokens = tokens * 7 % VOCABULARY
+        tokens = tokens * 7 % TOKENS
         own = tokens[:, rows.before :]
         whole = 2 * length if self.context else length
         whole_rows = torch.zeros(rows.batch, whole, dtype=torch.int32, device=self.device)
@@ -184,9 +186,10 @@ class LayerCheck:
         if self.context:
             documents = Documents.asked_by_last(whole_rows, rows.positions)
         output = model.final_norm(*model.run_blocks(own, seq_idx, documents, states))
-        results = {f"output {rows}": output.detach()}
+        loss = model.loss(output, own)
+        results = {f"output {rows}": output.detach(), f"loss {rows}": loss.detach()}
         if torch.is_grad_enabled():
-            model.loss(output, own).backward()
+            loss.backward()
             for name, parameter in model.named_parameters():
                 name = name.removeprefix("backbone.layers.0.")
                 results[f"gradient of {name} {rows}"] = parameter.grad

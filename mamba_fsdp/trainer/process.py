@@ -6,7 +6,7 @@ import os
 import resource
 from collections.abc import Iterator
 
-from mamba_fsdp.ops import cpp, loss
+from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.compat import deterministic_algorithms
 
 
@@ -15,22 +15,19 @@ def training_process(deterministic: bool) -> Iterator[None]:
     """Lets the block train in this process, and restores the state of the process at its end.
 
     It restores torch's modes, the treatment of denormal numbers (changed by cpp.tune_process), the limit of open files
-    (start_world), the uncompiled loss function (compile_blocks), and the environment variables, because libraries
-    change them too. StopRequest restores the signal handlers. The settings of glibc's allocator are not restored,
-    because glibc can't be asked for their former values.
+    (start_world), and the environment variables, because libraries change them too. StopRequest restores the signal
+    handlers. The settings of glibc's allocator are not restored, because glibc can't be asked for their former values.
 
     deterministic: whether to use deterministic operations. Enter the block before the first operation of torch.
     """
     environment = dict(os.environ)
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     flushes = cpp.flushes_denormals()
-    on_device = loss.on_device
     try:
         with deterministic_algorithms(deterministic):
             yield
     finally:
         cpp.flush_denormals(flushes)
-        loss.on_device = on_device
         resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]

@@ -103,7 +103,7 @@ def test_compiled_blocks_compute_the_same(monkeypatch):
     seq_idx = (torch.arange(39) >= 13).int().expand(2, -1)
     model = small_model("everything", reset_at_documents=True)
     expected, expected_gradients = loss_and_gradients(model, tokens, seq_idx)
-    compile_blocks(model.backbone.layers, torch.device("cpu"))
+    compile_blocks(model.backbone.layers)
     loss, gradients = loss_and_gradients(model, tokens, seq_idx)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert_gradients_close(gradients, expected_gradients, tolerance=1e-4)

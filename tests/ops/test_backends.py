@@ -50,7 +50,7 @@ def choose(setting, device, layers="mamba1,mamba2,gdn,attention", d_model=256, *
 
 
 SSM = dict(layers="mamba1,mamba2,gdn")
-TRITON = "triton: conv, scan, ssd, norm, mamba1, mamba2; reference: gdn, loss"
+TRITON = "triton: conv, scan, ssd, norm, loss, mamba1, mamba2; reference: gdn"
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,14 @@ TRITON = "triton: conv, scan, ssd, norm, mamba1, mamba2; reference: gdn, loss"
             "cuda",
             ALL,
             {},
-            "triton: conv, scan, ssd, norm, mamba1, mamba2; fused: gdn; flash: attention; reference: loss",
+            "triton: conv, scan, ssd, norm, loss, mamba1, mamba2; fused: gdn; flash: attention",
         ),
         (
             "cuda",
             "",
             {},
             "reference: conv, scan, ssd, gdn, norm, loss; flash: attention; "
-            "conv, scan, ssd, norm not triton: triton does not load (",
+            "conv, scan, ssd, norm, loss not triton: triton does not load (",
         ),
         ("cuda", "triton", SSM, TRITON),
         ("cuda", ALL, SSM | dict(deterministic=True), TRITON),
@@ -76,7 +76,7 @@ TRITON = "triton: conv, scan, ssd, norm, mamba1, mamba2; reference: gdn, loss"
             "mamba fla",
             SSM | dict(seq_idx=True),
             "fused: conv, ssd, gdn, norm, mamba2; reference: scan, loss; "
-            "conv, scan, ssd, norm not triton: triton does not load (",
+            "conv, scan, ssd, norm, loss not triton: triton does not load (",
         ),
         (
             "cuda",
@@ -185,19 +185,19 @@ def test_auto_takes_the_best_that_can_serve(install, device, packages, asked, ch
             "scan=reference",
             "cuda",
             SSM,
-            "triton: conv, ssd, norm, mamba2; reference: scan, loss; fused: gdn",
+            "triton: conv, ssd, norm, loss, mamba2; reference: scan; fused: gdn",
         ),
         (
             "mamba2=fused",
             "cuda",
             dict(layers="mamba2,mamba1"),
-            "fused: conv, ssd, norm, mamba2; triton: scan; reference: loss",
+            "fused: conv, ssd, norm, mamba2; triton: scan, loss",
         ),
         (
             "scan = reference,conv=triton",
             "cuda",
             dict(layers="mamba1"),
-            "triton: conv, norm; reference: scan, loss",
+            "triton: conv, norm, loss; reference: scan",
         ),
         pytest.param(
             "scan=reference",
@@ -303,7 +303,7 @@ def test_a_machine_that_can_not_run_triton_is_told_why(
     monkeypatch.setattr(module, name, value)
     choice = choose("auto", "cuda", **SSM)
     assert set(choice.backends.values()) == {"reference"}
-    assert "conv, scan, ssd, norm not triton: " in str(choice) and said in str(choice)
+    assert "conv, scan, ssd, norm, loss not triton: " in str(choice) and said in str(choice)
 
 
 def test_what_was_measured_goes_before_the_usual_order(install):
@@ -313,14 +313,14 @@ def test_what_was_measured_goes_before_the_usual_order(install):
     install("mamba triton")
     failed = {("scan", "triton"): "it is off"}
     choice = resolve_backends("auto", "cuda", uses, failed=failed)
-    assert str(choice).startswith("triton: conv, norm; fused: scan; reference: loss; ")
+    assert str(choice).startswith("triton: conv, norm, loss; fused: scan; ")
     assert "scan not triton: it is off" in str(choice)
     faster = {"conv": "fused", "scan": "fused", "mamba1": "fused", "loss": "fused"}
     choice = resolve_backends("auto", "cuda", uses, preferred=faster)
-    assert str(choice) == "fused: conv, scan, mamba1; triton: norm; reference: loss"
+    assert str(choice) == "fused: conv, scan, mamba1; triton: norm, loss"
     install("")
     choice = resolve_backends("auto", "cuda", uses, assumed=["triton"])
-    assert str(choice).startswith("triton: conv, scan, norm, mamba1; reference: loss")
+    assert str(choice).startswith("triton: conv, scan, norm, loss, mamba1")
 
 
 @needs_c

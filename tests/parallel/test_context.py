@@ -83,7 +83,7 @@ def errors(world, cases):
             reference.MASK_ELEMENTS = 100
         if how == "compiled":
             torch.compile = partial(torch.compile, backend="eager")
-            compile_blocks(model.backbone.layers, world.device)
+            compile_blocks(model.backbone.layers)
         sequence_slice = split_step(settings, world.rank, world.size).sequence_slice
         results = loss_and_gradients(model, sequence_slice.of(batch))
         error = 0.0

@@ -230,10 +230,10 @@ def test_ranks_that_enable_context_parallel_are_tested_with_the_state_of_the_doc
     model = layers.make_model([kind], REFERENCE)
     rows = Rows(1, 96)
     with torch.no_grad():
-        (sharing,) = layers.run(model, rows).values()
+        sharing, _ = layers.run(model, rows).values()
         model.enable_context_parallel(None)
         layers.context = None
-        (alone,) = layers.run(model, rows).values()
+        alone, _ = layers.run(model, rows).values()
     assert not torch.equal(sharing[:, :32], alone[:, :32])
     torch.testing.assert_close(sharing[:, 32:64], alone[:, 32:64])
 
@@ -349,7 +349,8 @@ def rivals(monkeypatch, spoil):
     monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
     monkeypatch.setitem(BACKENDS, "triton", "cpu")
     monkeypatch.setitem(OPERATORS, "mamba1", ("fused",))
-    monkeypatch.setitem(OPERATORS, "norm", ("reference",))
+    for operator in ("norm", "loss"):
+        monkeypatch.setitem(OPERATORS, operator, ("reference",))
 
     def set_pace(operator, backend, seconds):
         spoil(operator, clock.at_pace(seconds), backend)

@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-from mamba_fsdp.ops import loss
-from mamba_fsdp.trainer.process import training_process
 from tests.support.processes import run_program
 from tests.support.tiny import TINY
 
@@ -74,10 +72,3 @@ def test_a_training_leaves_the_process_as_it_was(project, corpus, tmp_path):
     assert done.returncode == 0, done.stderr
     changed = [line for line in done.stdout.splitlines() if line.startswith("changed")]
     assert changed == ["changed {}"] * 3
-
-
-def test_the_loss_that_a_training_compiles_is_its_own(monkeypatch):
-    """The next training of the process can ask for an uncompiled loss."""
-    with training_process(deterministic=False):
-        monkeypatch.setattr(loss, "on_device", "compiled")
-    assert loss.on_device is loss.chunk_loss

@@ -26,7 +26,7 @@ def conv_backward(
     grad_x: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of x, weight and bias. The gradient of x is written to `grad_x`, if given; the rows of
-    `grad_x` may have any stride."""
+    `grad_x` may have any stride, the same over the whole batch."""
     grad_x = x.new_empty(x.shape) if grad_x is None else grad_x
     blocks = triton.blocks(BACKWARD, x.device)
     parts = x.shape[0] * -(-x.shape[1] // blocks["ROWS"])
@@ -55,14 +55,13 @@ def _walk(
     batch, length, channels = x.shape
     row_programs = -(-length // blocks["ROWS"])
     channel_programs = -(-channels // blocks["CHANNELS"])
-    x, x_batch, x_row = _packed(x)
-    seq_idx, seq_idx_batch, _ = _packed(seq_idx)
-    grad, grad_batch, grad_row = _packed(grad)
+    x = triton.rows(x)
+    grad = None if grad is None else triton.rows(grad)
     walk[(batch * row_programs * channel_programs,)](
         X=x,
         WEIGHT=weight.contiguous(),
         BIAS=bias.contiguous(),
-        SEQ_IDX=seq_idx,
+        SEQ_IDX=None if seq_idx is None else seq_idx.contiguous(),
         OUT=out,
         GRAD=grad,
         SUMS=sums,
@@ -72,24 +71,11 @@ def _walk(
         channel_programs=channel_programs,
         WIDTH=width,
         BACK=0 if grad is None else 3,
-        x_batch=x_batch,
-        x_row=x_row,
-        out_batch=out.stride(0),
+        x_row=x.stride(1),
         out_row=out.stride(1),
-        seq_idx_batch=seq_idx_batch,
-        grad_batch=grad_batch,
-        grad_row=grad_row,
+        grad_row=0 if grad is None else grad.stride(1),
         **blocks,
     )
-
-
-def _packed(t: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """Returns the tensor with a contiguous last dimension, as the kernel needs it, and its first two strides."""
-    if t is None:
-        return None, 0, 0
-    if t.stride(-1) != 1:
-        t = t.contiguous()
-    return t, *t.stride()[:2]
 
 
 causal_conv_silu = triton.differentiable(

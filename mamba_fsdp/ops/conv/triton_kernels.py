@@ -24,12 +24,8 @@ def walk(  # noqa: PLR0915
     SUMS,
     length,
     channels,
-    x_batch,
     x_row,
-    seq_idx_batch,
-    out_batch,
     out_row,
-    grad_batch,
     grad_row,
     row_programs,
     channel_programs,
@@ -45,7 +41,7 @@ def walk(  # noqa: PLR0915
     batch = (rows // row_programs).to(tl.int64)
     begin = rows % row_programs * ROWS
     readable = tl.minimum(begin + ROWS + BACK, length)
-    early = (begin - 5).to(tl.int64)
+    early = batch * length + begin - 5
     end = tl.minimum(begin + ROWS, length) + BACK
     c = tl.program_id(0) % channel_programs * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < channels
@@ -66,16 +62,16 @@ def walk(  # noqa: PLR0915
     sum2 = tl.zeros([CHANNELS], tl.float32)
     sum3 = tl.zeros([CHANNELS], tl.float32)
     sums = tl.zeros([CHANNELS], tl.float32)
-    x = X + batch * x_batch + early * x_row + c
-    out = OUT + batch * out_batch + (early - BACK) * out_row + c
+    x = X + early * x_row + c
+    out = OUT + (early - BACK) * out_row + c
     next1 = tl.zeros([CHANNELS], X.dtype.element_ty)
     next2 = tl.zeros([CHANNELS], X.dtype.element_ty)
     if BACK:
-        grad = GRAD + batch * grad_batch + early * grad_row + c
+        grad = GRAD + early * grad_row + c
         ahead1 = tl.zeros([CHANNELS], GRAD.dtype.element_ty)
         ahead2 = tl.zeros([CHANNELS], GRAD.dtype.element_ty)
     if SEQ_IDX is not None:
-        document = SEQ_IDX + batch * seq_idx_batch + early
+        document = SEQ_IDX + early
         last = tl.load(SEQ_IDX)
         same1 = begin < 0
         same2 = begin < 0

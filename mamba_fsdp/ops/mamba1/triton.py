@@ -1,6 +1,8 @@
 """Computes the Mamba-1 mixer by the Triton backends of its parts. It keeps xz, the output of x_proj, B and C in fp32 and
 the scan's states at chunk entries; the scan's backward pass recomputes the scan's output."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,19 +19,10 @@ def _split(projected: Tensor, dt_proj: Tensor) -> tuple[Tensor, Tensor]:
     return dt, BC.view(*rows, 2, BC.shape[2] // 2)
 
 
-def _forward(
-    xz: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor,
-    x_proj: Tensor,
-    dt_proj: Tensor,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    out_proj: Tensor,
-    seq_idx: Tensor | None,
-    keep: bool,
-) -> tuple[Tensor, ...]:
+def _forward(*tensors: Any) -> tuple[Tensor, ...]:
+    xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, seq_idx, keep = (
+        tensors
+    )
     x, z = xz.chunk(2, -1)
     u = conv_forward(x, conv_weight, conv_bias, seq_idx)
     projected = F.linear(u, x_proj)
@@ -41,22 +34,11 @@ def _forward(
     return F.linear(y, out_proj), projected, BC, entries
 
 
-def _backward(
-    grad: Tensor,
-    xz: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor,
-    x_proj: Tensor,
-    dt_proj: Tensor,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    out_proj: Tensor,
-    seq_idx: Tensor | None,
-    projected: Tensor,
-    BC: Tensor,
-    entries: Tensor,
-) -> tuple[Tensor, ...]:
+def _backward(grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+    *inputs_of_mixer, projected, BC, entries = tensors
+    xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, seq_idx = (
+        inputs_of_mixer
+    )
     x, z = xz.chunk(2, -1)
     grad_xz = xz.new_empty(xz.shape)
     grad_x, grad_z = grad_xz.chunk(2, -1)

@@ -58,9 +58,9 @@ def gated_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns (normed, scale): scale (rows, groups) is the factor that normed each group."""
     x = x.contiguous()
-    z = _by_rows(z)
+    z = triton.rows(z)
     normed = torch.empty_like(x)
-    scale = _norm(x, weight, normed, eps, group_size, Z=z, z_row=z.stride(0), GATE_LAST=gate_last)
+    scale = _norm(x, weight, normed, eps, group_size, Z=z, z_row=z.stride(1), GATE_LAST=gate_last)
     return normed, scale
 
 
@@ -77,7 +77,7 @@ def gated_norm_backward(
     """Returns the gradients of x, z and weight. The gradient of z is written to `grad_z`, if given; the rows of
     `grad_z` may have any stride. The norm's output is written to `normed`, if given, without a gate that comes last."""
     x = x.contiguous()
-    z = _by_rows(z)
+    z = triton.rows(z)
     grad_x = torch.empty_like(x)
     grad_z = torch.empty_like(x) if grad_z is None else grad_z
     written = grad_z.view(-1, grad_z.shape[-1])  # raises an error if that would be a copy
@@ -88,19 +88,13 @@ def gated_norm_backward(
         scale,
         grad_x,
         Z=z,
-        z_row=z.stride(0),
+        z_row=z.stride(1),
         GRAD_Z=written,
         grad_z_row=written.stride(0),
         NORMED=normed,
         GATE_LAST=gate_last,
     )
     return grad_x, grad_z, grad_weight
-
-
-def _by_rows(t: Tensor) -> Tensor:
-    """Returns (..., channels) as (rows, channels), with any stride of the rows. The model's tensors are not copied."""
-    t = t.flatten(0, -2)
-    return t if t.stride(1) == 1 else t.contiguous()
 
 
 def _norm(

@@ -42,18 +42,6 @@ def why_not(use: Use) -> str | None:
     return None
 
 
-def _rows(a: Tensor) -> Tensor:
-    """Returns a (batch, length, channels) in the kernels' layout: contiguous channels, evenly spaced positions."""
-    if a.stride(2) == 1 and a.stride(0) == a.shape[1] * a.stride(1):
-        return a
-    return a.contiguous()
-
-
-def _with_strides(**activations: Tensor) -> dict[str, Tensor | int]:
-    """Returns arguments of a kernel: the activations, and the distances of their rows as NAME_row."""
-    return activations | {f"{name}_row": a.stride(1) for name, a in activations.items()}
-
-
 def segments_of(programs: int, chunks: int) -> tuple[int, int]:
     """Returns (segments of each row, chunks of each segment). programs: how many programs whole rows make."""
     most = min(chunks, -(-FILL // programs))
@@ -77,9 +65,8 @@ class _Scan:
         self.blocks = -(-self.channels // CHANNELS)
         self.chunks = -(-length // CHUNK)
         self.segments, segment_chunks = segments_of(self.batch * self.blocks, self.chunks)
-        self.u = _rows(u)
-        self.dt = _rows(dt)
-        self.z = _rows(z)
+        self.u = u.contiguous()
+        z = triton.rows(z)
         short = -length % TILE
         starts = None
         if seq_idx is not None:
@@ -88,6 +75,9 @@ class _Scan:
         if short or self.states < N:
             BC = F.pad(BC, (0, N - self.states, 0, 0, 0, short))
         self.shared = dict(
+            dt=dt.contiguous(),
+            z=z,
+            z_row=z.stride(1),
             A=A.contiguous(),
             BC=BC,
             D=D.contiguous(),
@@ -117,11 +107,7 @@ class _Scan:
         """Launches the kernel `sweep`. others: the arguments that differ between its launches."""
         from mamba_fsdp.ops.scan.triton_kernels import sweep
 
-        sweep[self.blocks, segments, self.batch](
-            **self.shared,
-            **_with_strides(u=u, dt=self.dt, z=self.z),
-            **others,
-        )
+        sweep[self.blocks, segments, self.batch](u=u, **self.shared, **others)
 
     def cut(self, u: Tensor, reverse: bool) -> None:
         """Computes, if rows are cut, the state at each segment's end, started from zeros; other segments start from
@@ -171,7 +157,7 @@ def scan_backward(
     scan_forward returns it. grad_z: the tensor for the gradient of z."""
     scan = _Scan(inputs)
     u, dt, A, *_ = inputs
-    grad_out = _rows(grad_out)
+    grad_out = grad_out.contiguous()
     grad_state = scan.slabs(scan.batch)
     out = u.new_empty(u.shape)
     grad_u = u.new_empty(u.shape)
@@ -190,9 +176,10 @@ def scan_backward(
     scan.cut(grad_out, reverse=True)
     backward[scan.blocks, scan.segments, scan.batch](
         **scan.shared,
-        **_with_strides(u=scan.u, dt=scan.dt, z=scan.z, grad_z=grad_z),
+        u=scan.u,
         grad_out=grad_out,
-        grad_row=grad_out.stride(1),
+        grad_z=grad_z,
+        grad_z_row=grad_z.stride(1),
         grad_last=_state(grad_last),
         entries=entries,
         scratch=scratch,

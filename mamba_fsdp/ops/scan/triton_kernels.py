@@ -169,10 +169,7 @@ def _through_chunk(  # noqa: PLR0915
     grad_z,
     scratch,
     entries,
-    u_row,
-    dt_row,
     z_row,
-    grad_row,
     grad_z_row,
     length,
     channels,
@@ -210,11 +207,12 @@ def _through_chunk(  # noqa: PLR0915
         scratch += tl.multiple_of(tl.arange(0, CHANNELS)[None, :], (1, 1))
     t = tile * 4
     at = t.to(tl.int64)
-    u = u + at * u_row + channel
-    dt = dt + at * dt_row + channel
+    place = at * channels + channel
+    u = u + place
+    dt = dt + place
+    out = out + place
+    grad_out = grad_out + place
     z = z + at * z_row + channel
-    out = out + at * channels + channel
-    grad_out = grad_out + at * grad_row + channel
     grad_z = grad_z + at * grad_z_row + channel
     BC = BC + t * (2 * N) + n + tl.arange(0, 2)[None, :] * N
     inside = _inside(here, t + four, length, EVEN)
@@ -223,16 +221,16 @@ def _through_chunk(  # noqa: PLR0915
     if starts is not None:
         starts = starts + t + four
         is_start = tl.load(starts)
-    dt_now = _read(dt, dt_row, inside)
+    dt_now = _read(dt, channels, inside)
     z_now = _read(z, z_row, inside)
-    u_now = _read(u, u_row, inside)
-    grad = _read(grad_out, grad_row, inside)
+    u_now = _read(u, channels, inside)
+    grad = _read(grad_out, channels, inside)
     for k in range(0, tiles):
         # The next tile is read before this one is computed; the last tile is read twice.
         ahead = tl.where(k + 1 < tiles, -4 if REVERSE else 4, 0)
         t += ahead
-        u += ahead * u_row
-        dt += ahead * dt_row
+        u += ahead * channels
+        dt += ahead * channels
         z += ahead * z_row
         BC += ahead * (2 * N)
         inside_next = _inside(here, t + four, length, EVEN)
@@ -240,11 +238,11 @@ def _through_chunk(  # noqa: PLR0915
         if starts is not None:
             starts += ahead
             is_start_next = tl.load(starts)
-        dt_next = _read(dt, dt_row, inside_next)
+        dt_next = _read(dt, channels, inside_next)
         z_next = _read(z, z_row, inside_next)
-        u_next = _read(u, u_row, inside_next)
-        grad_out += ahead * grad_row
-        grad_next = _read(grad_out, grad_row, inside_next)
+        u_next = _read(u, channels, inside_next)
+        grad_out += ahead * channels
+        grad_next = _read(grad_out, channels, inside_next)
 
         delta, step = _steps(dt_now, bias, is_start, inside, EVEN)
         value = u_now.to(tl.float32)
@@ -309,8 +307,6 @@ def sweep(
     out,
     entries,
     last,
-    u_row,
-    dt_row,
     z_row,
     length,
     channels,
@@ -347,11 +343,11 @@ def sweep(
     slab = states * channels
     place = row * segments + segment
     row_tiles = tl.cdiv(length, 4)
-    first = row * length
-    u += first * u_row
-    dt += first * dt_row
-    z += first * z_row
-    out += first * channels
+    first = row * length * channels
+    u += first
+    dt += first
+    out += first
+    z += row * length * z_row
     BC += row * row_tiles * (8 * N)
     if starts is not None:
         starts += row * row_tiles * 4
@@ -390,11 +386,8 @@ def sweep(
             out,
             u,
             entries + (row * chunks + of) * slab,
-            u_row,
-            dt_row,
             z_row,
-            u_row,
-            u_row,
+            z_row,
             length,
             channels,
             states,
@@ -419,9 +412,8 @@ def _position(
     i,
     t,
     u,
-    u_row,
     grad_out,
-    grad_row,
+    channels,
     z,
     z_row,
     deltas,
@@ -437,9 +429,9 @@ def _position(
     other pointers are to position t."""
     inside = _inside(here, t + i, length, EVEN)
     delta = tl.load(deltas + i * CHANNELS)
-    value = _load(u + i * u_row, inside)
+    value = _load(u + i * channels, inside)
     gate = _load(z + i * z_row, inside)
-    grad_y = _load(grad_out + i * grad_row, inside) * gate * _sigmoid(gate)
+    grad_y = _load(grad_out + i * channels, inside) * gate * _sigmoid(gate)
     step = delta
     if starts is not None:
         step = tl.where(tl.load(starts + t + i) != 0, ENDLESS, delta)
@@ -515,9 +507,6 @@ def backward(  # noqa: PLR0915
     grad_sums,
     grad_state,
     out,
-    grad_row,
-    u_row,
-    dt_row,
     z_row,
     grad_z_row,
     length,
@@ -546,19 +535,19 @@ def backward(  # noqa: PLR0915
     slab = states * channels
     place = row * segments + segment
     row_tiles = tl.cdiv(length, 4)
-    first = row * length
+    first = row * length * channels
     grad_BC += (block.to(tl.int64) * tl.num_programs(2) + row) * row_tiles * (8 * N) + n
     BC += row * row_tiles * (8 * N)
     if starts is not None:
         starts += row * row_tiles * 4
-    u += first * u_row
-    dt += first * dt_row
-    z += first * z_row
-    grad_out += first * grad_row
-    out += first * channels
-    grad_z += first * grad_z_row
-    grad_u = grad_u + first * channels + channel
-    grad_dt = grad_dt + first * channels + channel
+    u += first
+    dt += first
+    grad_out += first
+    out += first
+    grad_u = grad_u + first + channel
+    grad_dt = grad_dt + first + channel
+    z += row * length * z_row
+    grad_z += row * length * grad_z_row
     scratch += (place * tl.num_programs(0) + block) * ((CHUNK // 4 + 2) * (N + 4) * CHANNELS)
     # A goes through memory, since read as it lies it would spread the states over the threads in another way.
     rates = scratch + (CHUNK // 4 + 1) * (N + 4) * CHANNELS + n[:, None] * CHANNELS + lane[None, :]
@@ -604,10 +593,7 @@ def backward(  # noqa: PLR0915
             grad_z,
             scratch,
             entries + (row * chunks + end - i) * slab,
-            u_row,
-            dt_row,
             z_row,
-            grad_row,
             grad_z_row,
             length,
             channels,
@@ -631,17 +617,16 @@ def backward(  # noqa: PLR0915
             kept -= (N + 4) * CHANNELS
             h0 = tl.load(kept + n[:, None] * CHANNELS + lane[None, :])
             deltas = kept + N * CHANNELS + lane
-            u_t = u + at * u_row + channel
-            grad_t = grad_out + at * grad_row + channel
+            u_t = u + at * channels + channel
+            grad_t = grad_out + at * channels + channel
             z_t = z + at * z_row + channel
             BC_t = BC + at * (2 * N) + n
             delta0, step0, u0, x0, grad0, b0, c0 = _position(
                 0,
                 t,
                 u_t,
-                u_row,
                 grad_t,
-                grad_row,
+                channels,
                 z_t,
                 z_row,
                 deltas,
@@ -657,9 +642,8 @@ def backward(  # noqa: PLR0915
                 1,
                 t,
                 u_t,
-                u_row,
                 grad_t,
-                grad_row,
+                channels,
                 z_t,
                 z_row,
                 deltas,
@@ -675,9 +659,8 @@ def backward(  # noqa: PLR0915
                 2,
                 t,
                 u_t,
-                u_row,
                 grad_t,
-                grad_row,
+                channels,
                 z_t,
                 z_row,
                 deltas,
@@ -693,9 +676,8 @@ def backward(  # noqa: PLR0915
                 3,
                 t,
                 u_t,
-                u_row,
                 grad_t,
-                grad_row,
+                channels,
                 z_t,
                 z_row,
                 deltas,

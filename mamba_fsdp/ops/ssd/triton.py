@@ -76,19 +76,6 @@ def use_simpler_form() -> None:
             table[capability] = options | simpler
 
 
-def _packed(t: Tensor) -> Tensor:
-    """Returns a tensor as the kernels take it, with any strides of batch and length. The model's tensors are not
-    copied."""
-    is_packed = t.stride(-1) == 1
-    if t.dim() == 4 and t.shape[2] > 1:
-        is_packed = is_packed and t.stride(2) == t.shape[3]
-    return t if is_packed else t.contiguous()
-
-
-def _batches(*tensors: Tensor) -> list[int]:
-    return [t.stride(0) for t in tensors]
-
-
 def _rows(**tensors: Tensor) -> dict[str, int]:
     """Returns the strides along the length as constants of a kernel, which then needs no registers for the rows'
     addresses."""
@@ -103,10 +90,10 @@ class _Call:
 
         x, dt, A, B, C, D, dt_bias, seq_idx, _, a_is_log = inputs
         dtype = torch.promote_types(x.dtype, torch.promote_types(B.dtype, C.dtype))
-        self.x = _packed(x.to(dtype))
-        self.B = _packed(B.to(dtype))
-        self.C = _packed(C.to(dtype))
-        self.dt = _packed(dt)
+        self.x = triton.rows(x.to(dtype))
+        self.B = triton.rows(B.to(dtype))
+        self.C = triton.rows(C.to(dtype))
+        self.dt = triton.rows(dt)
         self.D = D
         self.bias = dt_bias
         self.seq_idx = None if seq_idx is None else seq_idx.contiguous()
@@ -133,7 +120,7 @@ class _Call:
             A,
             self.bias,
             self.steps,
-            *self.dt.stride()[:2],
+            self.dt.stride(1),
             self.length,
             self.heads,
             A_IS_LOG=a_is_log,
@@ -165,7 +152,7 @@ class _Call:
         keep: bool = False,
         reverse: bool = False,
     ) -> tuple[Any, Tensor]:
-        """Writes the outputs to `out`; its batches and rows may have any strides. Returns (states before each pair of
+        """Writes the outputs to `out`, whose rows may have any stride. Returns (states before each pair of
         chunks, or None without keep; last state). See the kernel `sweep`."""
         from mamba_fsdp.ops.ssd.triton_kernels import sweep
 
@@ -174,7 +161,8 @@ class _Call:
         if triton.is_version_2() or out is None:
             options["num_stages"] = 1
         rows = self.batch * self.heads
-        size = self.constants["N"] * x.shape[3]
+        headdim = self.constants["HEADDIM"]
+        size = self.constants["N"] * headdim
         segments = PROGRAMS // (rows * options["TILES"])
         segments = max(1, min(SEGMENTS, self.chunks // CHUNKS, segments))
         per_segment = -(-self.chunks // segments)
@@ -182,9 +170,8 @@ class _Call:
         ends = self.fp32(rows, segments, size)
         end_decays = self.fp32(rows, segments)
         states = x.new_empty(rows, self.pairs, size) if keep else None
-        last = self.fp32(self.batch, self.heads, x.shape[3], B.shape[3])
+        last = self.fp32(self.batch, self.heads, headdim, self.constants["D_STATE"])
         first = None if first is None else first.float().contiguous()
-        out_batch, out_row = (0, 0) if out is None else out.stride()[:2]
         for local in (True, False) if segments > 1 else (False,):
             stages = 1 if local else options["num_stages"]
             sweep[self.heads * options["TILES"], self.batch, segments - local](
@@ -200,15 +187,13 @@ class _Call:
                 states,
                 out,
                 last,
-                *_batches(x, B, C),
-                out_batch,
                 self.length,
                 segments,
                 per_segment,
                 Q=self.Q,
                 LOCAL=local,
                 REVERSE=reverse,
-                OUT_ROW=out_row,
+                OUT_ROW=0 if out is None else out.stride(1),
                 **_rows(X=x, B=B, C=C),
                 **self.constants,
                 **options | {"num_stages": stages},
@@ -238,7 +223,8 @@ def ssd_backward(
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of x, dt, A, B, C, D, dt_bias and the initial state; None counts as a state of zeros.
     remade: what ssd_forward with `remake` returns. results: tensors to which the gradients of x, of
-    dt, and of B and C (batch, length, 2, groups, d_state) are written; their batches and rows may have any strides."""
+    dt, and of B and C (batch, length, 2, groups, d_state) are written; their rows may have any stride, the same over the
+    whole batch."""
     from mamba_fsdp.ops.ssd.triton_kernels import far, finish, near
 
     if remade is None:
@@ -246,7 +232,7 @@ def ssd_backward(
         entering, _ = call.sweep(call.x, call.B, call.C, inputs.state, None, keep=True)
     else:
         call, entering = remade
-    grad = _packed(grad.to(call.x.dtype))
+    grad = triton.rows(grad.to(call.x.dtype))
     if results is None:
         grad_x = inputs.x.new_empty(inputs.x.shape)
         grad_dt = inputs.dt.new_empty(inputs.dt.shape)
@@ -266,10 +252,9 @@ def ssd_backward(
     parts = call.fp32(2, near_blocks + far_blocks, *inputs.B.shape)
     parts_of_B, parts_of_C = parts
     pointers = (grad, call.x, call.B, call.C, call.steps, call.seq_idx)
-    strides = _batches(grad, call.x, call.B, call.C)
     constants = call.constants | {"W": call.W} | _rows(GRAD_Y=grad, X=call.x, B=call.B, C=call.C)
     near[call.groups * near_blocks, call.pairs, call.batch](
-        *pointers, parts_of_B, parts_of_C, flows, *strides, call.length, **constants, **near_options
+        *pointers, parts_of_B, parts_of_C, flows, call.length, **constants, **near_options
     )
     far[call.W // far_options["ROWS"] * call.groups * far_blocks, call.pairs, call.batch](
         *pointers,
@@ -278,7 +263,6 @@ def ssd_backward(
         flows,
         entering,
         leaving,
-        *strides,
         call.length,
         **constants,
         **far_options,
@@ -293,8 +277,8 @@ def ssd_backward(
         flows,
         grad_dt,
         totals,
-        *call.dt.stride()[:2],
-        *grad_dt.stride()[:2],
+        call.dt.stride(1),
+        grad_dt.stride(1),
         call.length,
         call.heads,
         A_IS_LOG=inputs.a_is_log,

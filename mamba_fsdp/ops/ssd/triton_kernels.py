@@ -51,7 +51,6 @@ def add_up(
     A,
     bias,
     steps,
-    dt_batch,
     dt_row,
     length,
     heads,
@@ -71,7 +70,7 @@ def add_up(
     a = load_A(A, head, is_head, A_IS_LOG)
     b = tl.load(bias + head, mask=is_head, other=0.0).to(tl.float32)
     dt = tl.load(
-        dt + batch * dt_batch + rows.to(tl.int64)[:, None] * dt_row + head[None, :],
+        dt + (batch * length + rows)[:, None] * dt_row + head[None, :],
         mask=is_valid,
         other=0.0,
     )
@@ -166,10 +165,6 @@ def sweep(  # noqa: C901, PLR0915
     states,
     out,
     last,
-    x_batch,
-    b_batch,
-    c_batch,
-    out_batch,
     length,
     segments,
     per_segment,
@@ -220,11 +215,12 @@ def sweep(  # noqa: C901, PLR0915
             state = state * tl.load(end_decays + passed)
             state += tl.load(ends + passed * N * HEADDIM + place, mask=is_channel, other=0.0)
     through = tl.load(D + head).to(tl.float32)
-    x += batch * x_batch + head * HEADDIM
-    B += batch * b_batch + head // SHARE * D_STATE
-    C += batch * c_batch + head // SHARE * D_STATE
+    before = batch * length
+    x += before * X_ROW + head * HEADDIM
+    B += before * B_ROW + head // SHARE * D_STATE
+    C += before * C_ROW + head // SHARE * D_STATE
     if out is not None:
-        out += batch * out_batch + head * HEADDIM
+        out += before * OUT_ROW + head * HEADDIM
     plane = tl.num_programs(1).to(tl.int64) * HEADS * chunks * Q
     steps += (batch * HEADS + head) * chunks * Q
     if seq_idx is not None:
@@ -295,10 +291,6 @@ def near(  # noqa: PLR0915
     grad_B,
     grad_C,
     flows,
-    grad_y_batch,
-    x_batch,
-    b_batch,
-    c_batch,
     length,
     GRAD_Y_ROW: tl.constexpr,
     X_ROW: tl.constexpr,
@@ -331,13 +323,13 @@ def near(  # noqa: PLR0915
     block = tl.program_id(0) % per_group
     start = pair * W
     left = length - start
-    at = start.to(tl.int64)
+    at = batch * length + start
     r = tl.arange(0, W)
     n = tl.arange(0, N)
-    x += batch * x_batch + at * X_ROW
-    grad_y += batch * grad_y_batch + at * GRAD_Y_ROW
-    B += batch * b_batch + at * B_ROW + group * D_STATE
-    C += batch * c_batch + at * C_ROW + group * D_STATE
+    x += at * X_ROW
+    grad_y += at * GRAD_Y_ROW
+    B += at * B_ROW + group * D_STATE
+    C += at * C_ROW + group * D_STATE
     b = load(B, B_ROW, r, n, left, D_STATE, N, T)
     c = load(C, C_ROW, r, n, left, D_STATE, N, T)
     cb = dot(c, tl.trans(b))
@@ -399,10 +391,6 @@ def far(  # noqa: PLR0915
     flows,
     entering,
     leaving,
-    grad_y_batch,
-    x_batch,
-    b_batch,
-    c_batch,
     length,
     GRAD_Y_ROW: tl.constexpr,
     X_ROW: tl.constexpr,
@@ -439,13 +427,13 @@ def far(  # noqa: PLR0915
     block = tl.program_id(0) // parts % per_group
     start = pair * W
     left = length - start
-    at = start.to(tl.int64)
+    at = batch * length + start
     r = part * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, N)
-    x += batch * x_batch + at * X_ROW
-    grad_y += batch * grad_y_batch + at * GRAD_Y_ROW
-    B += batch * b_batch + at * B_ROW + group * D_STATE
-    C += batch * c_batch + at * C_ROW + group * D_STATE
+    x += at * X_ROW
+    grad_y += at * GRAD_Y_ROW
+    B += at * B_ROW + group * D_STATE
+    C += at * C_ROW + group * D_STATE
     b = load(B, B_ROW, r, n, left, D_STATE, N, T)
     c = load(C, C_ROW, r, n, left, D_STATE, N, T)
     grad_b = tl.zeros([ROWS, N], tl.float32)
@@ -517,9 +505,7 @@ def finish(
     flows,
     grad_dt,
     totals,
-    dt_batch,
     dt_row,
-    grad_dt_batch,
     grad_dt_row,
     length,
     heads,
@@ -560,13 +546,15 @@ def finish(
         passing = tl.where(document[:, None] == document[None, :], passing, 0.0)
     passing = tl.sum(passing, 0)
     is_valid = r < length - start
-    dt = dt + batch * dt_batch + (start + r).to(tl.int64) * dt_row + head
-    raw = tl.load(dt, mask=is_valid, other=0.0).to(tl.float32) + tl.load(bias + head).to(tl.float32)
+    at = batch * length + start + r
+    raw = tl.load(dt + at * dt_row + head, mask=is_valid, other=0.0).to(tl.float32) + tl.load(
+        bias + head
+    ).to(tl.float32)
     a = load_A(A, head, head < heads, A_IS_LOG)
     grad = (outflow + kept + a * passing) * tl.exp(raw - delta)  # the slope of softplus
     grad = tl.where(is_valid, grad, 0.0)
     tl.store(
-        grad_dt + batch * grad_dt_batch + (start + r).to(tl.int64) * grad_dt_row + head,
+        grad_dt + at * grad_dt_row + head,
         grad.to(grad_dt.dtype.element_ty),
         mask=is_valid,
     )

@@ -1,0 +1,42 @@
+"""Computes the loss of a chunk of tokens by one Triton kernel, triton_kernels.py. The gradient takes the place of the
+logits. The order of all sums depends on sizes alone."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from mamba_fsdp.ops import triton
+
+why_unavailable = triton.why_unavailable
+BLOCK = 8192  # logits that a program has in registers
+
+
+def _chunk_loss(
+    logits: Tensor, labels: Tensor, token_weights: Tensor, want_gradient: bool
+) -> Tensor:
+    """Returns the loss of one chunk. If wanted, the gradient overwrites the logits."""
+    rows, vocab = logits.shape
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    if not logits.is_meta:
+        from mamba_fsdp.ops.loss.triton_kernels import cross_entropy
+
+        cross_entropy[(rows,)](
+            logits,
+            labels,
+            token_weights,
+            losses,
+            vocab,
+            MULTIPLE=math.gcd(vocab, 8),
+            GRADIENT=want_gradient,
+            BLOCK=BLOCK,
+            num_warps=16,
+        )
+    return losses.sum()
+
+
+chunk_loss = triton.operator(
+    "chunk_loss(Tensor(a!) logits, Tensor labels, Tensor token_weights, bool want_gradient) -> Tensor",
+    _chunk_loss,
+    _chunk_loss,
+)
