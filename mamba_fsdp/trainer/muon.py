@@ -12,6 +12,7 @@ all-to-alls. Each of them transfers all parameters together, in the dtype of the
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -27,6 +28,7 @@ MOMENTUM = 0.95
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the resulting singular values are between 0.7 and 1.2
 MIN_NORM = 1e-7
+MAX_BATCH = 1 << 26  # elements of the matrices that are orthogonalized together
 # Root mean square of the elements of AdamW's step at a learning rate of 1 (Liu et al.).
 ADAMW_RMS = 0.2
 
@@ -47,21 +49,45 @@ def _assign_owners(slots: Iterable[ParameterSlot], ranks: int) -> list[list[Para
     return owned
 
 
-def _orthogonalized_step(matrix: Tensor) -> Tensor:
-    """Approximates U V^T of the matrix with the SVD U S V^T, by Newton-Schulz iterations.
+def _replace_with_steps(matrices: list[Tensor]) -> None:
+    """Replaces each matrix in the list with its step at a learning rate of 1: see `_orthogonalize`.
+
+    Matrices of one shape, or of its transpose, are orthogonalized together, up to MAX_BATCH elements at a time, because
+    a few large products take less time than many small ones.
+    """
+    numbers_by_shape = defaultdict(list)
+    for number, matrix in enumerate(matrices):
+        numbers_by_shape[min(matrix.shape), max(matrix.shape)].append(number)
+    for (rows, columns), numbers in numbers_by_shape.items():
+        together = max(1, MAX_BATCH // (rows * columns))
+        for first in range(0, len(numbers), together):
+            chosen = numbers[first : first + together]
+            batch = torch.stack([_wide(matrices[number]) for number in chosen])
+            for number, step in zip(chosen, _orthogonalize(batch)):
+                is_wide = matrices[number].shape == step.shape
+                matrices[number] = step if is_wide else step.T
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    rows, columns = matrix.shape
+    return matrix.T if rows > columns else matrix
+
+
+def _orthogonalize(batch: Tensor) -> Tensor:
+    """Approximates U V^T of each matrix with the SVD U S V^T, by Newton-Schulz iterations.
 
     The result is scaled to the size of a step of AdamW at a learning rate of 1.
+
+    batch: (matrices, rows, columns), with rows <= columns.
     """
-    rows, columns = matrix.shape
-    if rows > columns:
-        return _orthogonalized_step(matrix.T).T
     a, b, c = COEFFICIENTS
-    x = matrix / (matrix.norm() + MIN_NORM)
+    norms = torch.linalg.matrix_norm(batch, keepdim=True)
+    x = batch / (norms + MIN_NORM)
     for _ in range(ITERATIONS):
-        gram = x @ x.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
-    return ADAMW_RMS * math.sqrt(columns) * x
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return ADAMW_RMS * math.sqrt(batch.shape[-1]) * x
 
 
 class Muon(torch.optim.AdamW):
@@ -129,11 +155,18 @@ class Muon(torch.optim.AdamW):
         incoming = [[_elements_to_send(slot, other, rank) for slot in mine] for other in ranks]
         parts = self._exchange(outgoing, incoming)
 
-        steps = []
-        for number, slot in enumerate(mine):
-            whole = torch.cat(parts[number :: len(mine)]).view(slot.shape)
-            matrices = whole.split(self.rows[slot])
-            steps.append(torch.cat([_orthogonalized_step(matrix) for matrix in matrices]).view(-1))
+        wholes = [
+            torch.cat(parts[number :: len(mine)]).view(slot.shape)
+            for number, slot in enumerate(mine)
+        ]
+        del parts
+        matrices = [
+            matrix for slot, whole in zip(mine, wholes) for matrix in whole.split(self.rows[slot])
+        ]
+        del wholes  # each matrix is freed when its step replaces it
+        _replace_with_steps(matrices)
+        stacked = iter(matrices)
+        steps = [torch.cat([next(stacked) for _ in self.rows[slot]]).view(-1) for slot in mine]
         outgoing = [[step[slot.part(other)] for slot, step in zip(mine, steps)] for other in ranks]
         incoming = [[slot.local.numel() for slot in slots] for slots in self.owned]
         return self._exchange(outgoing, incoming)
