@@ -28,8 +28,9 @@ MODELS = {
     "Mamba-1": {"layers": "mamba1", "n_layer": 8},
     "Mamba-2": {"layers": "mamba2", "n_layer": 8},
     "mamba-130m": {"model_name": "mamba-130m"},
+    "mamba-130m, Muon": {"model_name": "mamba-130m", "optimizer": "muon"},
 }
-SHAPE = {"batch_size": 2, "seq_length": 4096, "global_batch_size": 0}
+SHAPE = {"batch_size": 2, "seq_length": 4096, "global_batch_size": 0, "recipe": "published"}
 
 
 def counted_step(settings: TrainConfig, layers: int) -> Callable[[], torch.Tensor]:

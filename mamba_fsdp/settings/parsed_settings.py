@@ -6,6 +6,7 @@ from typing import Any
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import read_field
 from mamba_fsdp.settings import other_launchers
+from mamba_fsdp.settings.recipes import PUBLISHED
 from mamba_fsdp.settings.train_config import all_settings, setting_names
 from mamba_fsdp.text import suggest_name
 
@@ -54,6 +55,7 @@ class ParsedSettings:
             raise UserError(f"{word}: there is no such setting ({self.where}); {hint}")
 
     def _read_entry(self, word: str, text: Any, entry: other_launchers.Entry) -> None:
+        self.alias_defaults["recipe"] = PUBLISHED  # the other launcher trains with AdamW
         value, note = other_launchers.translate(entry, word, text)
         if note:
             self.notes.append(note)

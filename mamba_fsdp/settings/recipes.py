@@ -1,10 +1,12 @@
 """Looks up the recipe of a model in recipes.yaml: the settings that it is trained with by default."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mamba_fsdp.fields import default
 from mamba_fsdp.model.presets import normalize_name, read_table
-from mamba_fsdp.settings.train_config import all_settings
+from mamba_fsdp.settings.train_config import OptimizerConfig, ScheduleConfig, all_settings
 
 RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
 LEAVES = {name: leaf for name, (_, leaf) in all_settings().items()}
@@ -13,6 +15,16 @@ RECIPES = {
     for names, values in read_table(RECIPES_FILE, LEAVES).items()
     for name in names.split()
 }
+PUBLISHED = "published"
+TUNED = "tuned"  # also a name in RECIPES
+DEMO = "demo"  # the model_name of all models without a preset
+# The width and the tokens per step of the model for which TUNED has a learning rate, and the exponents with which the
+# best learning rate changes with them (docs/tuning.md).
+TUNED_WIDTH = 128
+TUNED_BATCH = 2048
+WIDTH_EXPONENT = -1.0
+BATCH_EXPONENT = 0.5
+MAX_BATCH_RATIO = 4  # nobody has measured larger batches
 
 
 def recipe_name(model_name: str) -> str:
@@ -34,4 +46,28 @@ def recipe(model_name: str, from_weights: bool = False) -> dict[str, Any]:
     chosen = RECIPES[normalize_name(recipe_name(model_name))]
     if from_weights:
         return others | {"seq_length": chosen["seq_length"]}
-    return chosen
+    return dict(chosen)
+
+
+def default_recipe(model_name: str, from_weights: bool) -> str:
+    """Returns the default of the setting `recipe`: TUNED for the demo and for models of the user's own."""
+    is_own = normalize_name(model_name) == DEMO
+    return TUNED if is_own and not from_weights else PUBLISHED
+
+
+def tuned_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the optimizer and the schedule of the recipe TUNED, with the learning rate for this width and batch.
+
+    The number of ranks is not known here. Without global_batch_size, the batch is that of one rank.
+
+    values: all settings, by name."""
+    samples = values["global_batch_size"]
+    if not samples:
+        samples = values["batch_size"] * values["gradient_accumulation_steps"]
+    width_ratio = values["d_model"] / TUNED_WIDTH
+    batch_ratio = min(samples * values["seq_length"] / TUNED_BATCH, MAX_BATCH_RATIO)
+    tuned = RECIPES[TUNED]
+    rate = tuned["learning_rate"] * width_ratio**WIDTH_EXPONENT * batch_ratio**BATCH_EXPONENT
+    names = {*vars(OptimizerConfig()), *vars(ScheduleConfig())} - {"recipe"}
+    usual = {name: default(LEAVES[name]) for name in names}
+    return usual | tuned | {"learning_rate": float(f"{rate:.2g}")}

@@ -20,7 +20,15 @@ from mamba_fsdp.run.layout import check_is_run_folder, list_committed
 from mamba_fsdp.run.names import CHECKPOINTS, SETTINGS
 from mamba_fsdp.settings import other_launchers
 from mamba_fsdp.settings.parsed_settings import ParsedSettings
-from mamba_fsdp.settings.recipes import RECIPES_FILE, recipe, recipe_name
+from mamba_fsdp.settings.recipes import (
+    PUBLISHED,
+    RECIPES_FILE,
+    TUNED,
+    default_recipe,
+    recipe,
+    recipe_name,
+    tuned_recipe,
+)
 from mamba_fsdp.settings.train_config import (
     SECTIONS,
     WEIGHTS_FILES,
@@ -68,7 +76,7 @@ def resolve_settings(
     chosen = {**in_file.values, **on_line.values}
     implied = {**in_file.alias_defaults, **on_line.alias_defaults}
     drop_alternatives(implied, chosen)
-    chosen = implied | chosen
+    chosen = implied | _recipe_of_run(chosen) | chosen
     if "model_name" not in on_line.values:
         check_preset(in_file)
     settings = _build(chosen)
@@ -101,7 +109,10 @@ def read_file(name: str | None) -> ParsedSettings:
             f"{path}: settings of version {version}; this version of the program reads version {VERSION}"
         )
     given = {name: value for name, value in flatten(content, path).items() if value is not None}
-    return ParsedSettings(given, f"in {path}", is_of_run=version is not None)
+    settings = ParsedSettings(given, f"in {path}", is_of_run=version is not None)
+    if settings.is_of_run:
+        settings.values.setdefault("recipe", PUBLISHED)  # older runs lack this setting
+    return settings
 
 
 def read_run(folder: Path) -> TrainConfig | None:
@@ -340,9 +351,23 @@ def _defaults_for(chosen: Mapping[str, Any]) -> dict[str, Any]:
     values |= preset(model_name)
     from_file = chosen.get("load_ckpt_path", "").endswith(WEIGHTS_FILES)
     from_weights = from_file or bool(chosen.get("init_from"))
-    trained = dict(recipe(model_name, from_weights))
+    trained = recipe(model_name, from_weights)
+    trained |= {"recipe": default_recipe(model_name, from_weights)}
+    if chosen.get("recipe", trained["recipe"]) == TUNED:
+        trained |= tuned_recipe({**values, **trained, **chosen})
     drop_alternatives(trained, chosen)
     return values | trained
+
+
+def _recipe_of_run(chosen: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the recipe of the run that these settings resume, as a setting; nothing if they start a new run.
+
+    A run keeps its recipe, even if this version of the program would choose another one for it."""
+    folder = chosen.get("save_ckpt_path", default("save_ckpt_path"))
+    file = Path(folder) / SETTINGS
+    if not exists(file):
+        return {}
+    return {"recipe": read_file(str(file)).values["recipe"]}
 
 
 def note_on_recipe(settings: TrainConfig) -> list[str]:

@@ -65,6 +65,7 @@ with_restarts = requires_value("schedule", "cosine_with_restarts")
 with_final_decay = requires_value("schedule", "wsd", "wsd_cosine", "wsd_sqrt")
 with_recomputing = requires_value("fsdp_activation_checkpointing", True)
 with_sharding = requires_value("sharding_strategy", "fsdp", "hsdp", "auto")
+with_muon = requires_value("optimizer", "muon")
 ENDING_SCHEDULES = [name for name in SCHEDULES if name not in ("constant", "inverse_sqrt")]
 with_schedule_end = requires_value("schedule", *ENDING_SCHEDULES)
 
@@ -166,13 +167,20 @@ class DataConfig:
 class OptimizerConfig:
     """The optimizer and its hyperparameters."""
 
+    recipe: str = setting("tuned", choices=("tuned", "published"))
+    """Where the defaults of the optimizer and of the schedule come from. tuned: the best that this project has measured on
+    small models, with a learning_rate for this width and batch (docs/tuning.md); the default without a preset.
+    published: as the model of model_name was trained (mamba_fsdp/settings/recipes.yaml); the default for presets and for
+    starts from trained weights. A run that resumes keeps its recipe."""
     optimizer: str = setting("adamw", choices=("adamw", "muon"))
     """The optimizer: AdamW or Muon. Muon updates the matrices of mixers and MLPs with their orthogonalized momentum, and
     all other parameters with AdamW. Its updates are scaled to the size of AdamW's updates, so that the same learning_rate
     and weight_decay suit both."""
+    muon_momentum: float = setting(0.95, at_least=0, at_most=0.9999999, needs=with_muon)
+    """Muon: decay rate of the running average of the gradient."""
     learning_rate: float = setting(3e-3, above=0)
-    """Peak learning rate. The default comes from the recipe of model_name; it is 0.0003 if the model has no recipe or the
-    run starts from trained weights."""
+    """Peak learning rate. The default comes from the recipe; the published one is 0.0003 if the model has no recipe or
+    the run starts from trained weights."""
     weight_decay: float = setting(0.1, at_least=0)
     """Decoupled weight decay (AdamW). It applies to projection matrices, convolution kernels, the embedding and the output
     layer. It does not apply to norms, biases, A_log, D or dt_bias."""

@@ -24,7 +24,6 @@ from mamba_fsdp.parallel.model import ParameterSlot
 from mamba_fsdp.parallel.world import World
 
 # The values of Jordan et al.
-MOMENTUM = 0.95
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the resulting singular values are between 0.7 and 1.2
 MIN_NORM = 1e-7
@@ -99,15 +98,17 @@ class Muon(torch.optim.AdamW):
         rows: dict[ParameterSlot, list[int]],
         world: World,
         dtype: torch.dtype,
+        momentum: float,
         **adamw: Any,
     ) -> None:
         """groups: the parameter groups that AdamW updates.
 
         rows: {parameter: [number of rows of each stacked matrix]}. dtype: the dtype of the orthogonalization.
-        adamw: the arguments of AdamW.
+        momentum: the decay rate of the momentum. adamw: the arguments of AdamW.
         """
         super().__init__([*groups, {"params": [slot.local for slot in rows]}], **adamw)
         self.rows = rows
+        self.momentum = momentum
         self.world = world
         self.empty = torch.empty(0, dtype=dtype, device=world.device)
         self.owned = _assign_owners(rows, world.size)
@@ -137,8 +138,8 @@ class Muon(torch.optim.AdamW):
         if gradient is None:  # a rank can have no part of a parameter with FSDP1
             return self.empty
         gradient = torch.where(refused > 0, mean, gradient)
-        mean.lerp_(gradient, 1 - MOMENTUM)
-        return gradient.lerp_(mean, MOMENTUM).view(-1).to(self.empty.dtype)
+        mean.lerp_(gradient, 1 - self.momentum)
+        return gradient.lerp_(mean, self.momentum).view(-1).to(self.empty.dtype)
 
     def _steps(self, momenta: Mapping[ParameterSlot, Tensor]) -> tuple[Tensor, ...]:
         """Returns this rank's part of the step of each parameter at a learning rate of 1, ordered by owner.

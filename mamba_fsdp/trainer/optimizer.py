@@ -48,7 +48,7 @@ def make_optimizer(
     if not rows:
         return torch.optim.AdamW(groups, **adamw)
     dtype = torch.float32 if compute_dtype == torch.float32 else torch.bfloat16
-    return Muon(groups, rows, parallel.world, dtype, **adamw)
+    return Muon(groups, rows, parallel.world, dtype, config.muon_momentum, **adamw)
 
 
 class LossScale:

@@ -103,10 +103,11 @@ def _run_training(
                 acquire_and_find_start, settings, folder, shape, console.print_line
             )
             console.print_line(f"run        {folder.path}")
+            optimizer = start.settings.optimizer
             console.print_line(
-                f"training   {start.settings.optimizer.optimizer}, "
-                f"learning rate {start.settings.optimizer.learning_rate:g} "
-                f"({start.settings.lr_schedule.schedule}), seed {start.settings.training.seed}"
+                f"training   {optimizer.optimizer}, learning rate {optimizer.learning_rate:g} "
+                f"({start.settings.lr_schedule.schedule}), recipe {optimizer.recipe}, "
+                f"seed {start.settings.training.seed}"
             )
             for note in start.notes:
                 console.print_line(f"settings   {note}")

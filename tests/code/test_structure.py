@@ -24,9 +24,9 @@ MAX_TOKENS = {
     "planning": 6_995,
     "reporting": 3_956,
     "run": 4_556,
-    "settings": 9_341,
+    "settings": 9_754,
     "storage": 3_197,
-    "trainer": 22_806,
+    "trainer": 23_057,
     "verbs": 8_563,
 }
 NOT_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}

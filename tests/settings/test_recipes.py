@@ -9,7 +9,13 @@ from mamba_fsdp.model.presets import SPELLINGS
 from mamba_fsdp.model.spec import parameter_count
 from mamba_fsdp.planning.devices import INSTANCES
 from mamba_fsdp.planning.estimate import estimate
-from mamba_fsdp.settings.recipes import RECIPES_FILE, recipe
+from mamba_fsdp.settings.recipes import (
+    BATCH_EXPONENT,
+    MAX_BATCH_RATIO,
+    RECIPES_FILE,
+    WIDTH_EXPONENT,
+    recipe,
+)
 from mamba_fsdp.settings.resolve import as_dict, note_on_recipe, ready_runs, resolve_settings
 from mamba_fsdp.storage.text_yaml import load_yaml
 
@@ -80,6 +86,48 @@ def test_a_given_setting_changes_only_that_setting_of_a_recipe():
     }.items():
         changed = resolve_settings({"model_name": "mamba-130m", **dict([given.split("=")])})
         assert differing(usual, changed).keys() == others
+
+
+def test_models_without_a_preset_are_tuned_and_presets_published():
+    for given, recipe_name, optimizer, rate in (
+        ({}, "tuned", "muon", 0.02),
+        ({"model_name": "demo", "layers": "mamba2"}, "tuned", "muon", 0.02),
+        ({"model_name": "mamba-130m"}, "published", "adamw", 0.003),
+        ({"model_name": "llama3_8b"}, "published", "adamw", 3e-4),
+        ({"init_from": "x"}, "published", "adamw", 3e-4),
+        ({"recipe": "published"}, "published", "adamw", 3e-3),
+        ({"init_from": "x", "recipe": "tuned"}, "tuned", "muon", 0.02),
+        ({"learning_rate": "1e-3", "optimizer": "adamw"}, "tuned", "adamw", 1e-3),
+    ):
+        found = resolve_settings(given).optimizer
+        assert (found.recipe, found.optimizer, found.learning_rate) == (
+            recipe_name,
+            optimizer,
+            rate,
+        ), given
+
+
+def test_the_tuned_recipe_keeps_a_presets_data_and_replaces_its_optimizer_and_schedule():
+    published = resolve_settings({"model_name": "mamba-130m"})
+    tuned = resolve_settings({"model_name": "mamba-130m", "recipe": "tuned"})
+    changed = differing(published, tuned).keys()
+    assert changed <= {*vars(tuned.optimizer), *vars(tuned.lr_schedule)}
+    assert {"optimizer", "learning_rate", "warmup_ratio"} <= changed
+
+
+def test_the_tuned_learning_rate_follows_width_and_batch():
+    usual = resolve_settings({}).optimizer.learning_rate
+    for given, ratio in (
+        ({"d_model": 256}, 2**WIDTH_EXPONENT),
+        ({"batch_size": 16}, 2**BATCH_EXPONENT),
+        ({"gradient_accumulation_steps": 2}, 2**BATCH_EXPONENT),
+        ({"global_batch_size": 16}, 2**BATCH_EXPONENT),
+        ({"seq_length": 128}, 0.5**BATCH_EXPONENT),
+        ({"batch_size": 1024}, MAX_BATCH_RATIO**BATCH_EXPONENT),
+    ):
+        given = {name: str(value) for name, value in given.items()}
+        found = resolve_settings(given).optimizer.learning_rate
+        assert found == pytest.approx(ratio * usual, rel=0.03), given
 
 
 def test_settings_of_other_launchers_train_with_their_recipes():

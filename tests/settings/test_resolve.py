@@ -136,6 +136,7 @@ POINTLESS = {
     "eval_batches=4": ("validation_path=none eval_interval=0", ""),
     "position_window=5.0": ("", "position_weighting=true"),
     "prefetch=5": ("num_workers=0", ""),
+    "muon_momentum=0.8": ("optimizer=adamw", ""),
     "schedule_steps=5": ("schedule=inverse_sqrt", ""),
     "decay_steps=5": ("", "schedule=wsd_sqrt"),
     "polynomial_power=2.0": ("", "schedule=polynomial"),
@@ -160,7 +161,7 @@ def test_a_setting_without_effect_is_refused(given, tmp_path):
     name = given.partition("=")[0]
     usual = resolve()
     resolve(**where, **words(given))
-    resolve(**where_not, **{name: module.format_value(module.default(name))})
+    resolve(**where_not, **{name: module.format_value(usual.value(name))})
 
     def told(*arguments, **given_words):
         if hasattr(usual.model, name):

@@ -41,7 +41,7 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(train, tmp_path, flops_
 
     The expected losses were computed by an earlier version.
     """
-    given = {"num_steps": 4, "publish": False, "schedule": "constant"}
+    given = {"num_steps": 4, "publish": False, "schedule": "constant", "recipe": "published"}
     train(tmp_path / "each", **given)
     losses = [
         entry["loss"] for entry in read_entries(tmp_path / "each/metrics.jsonl") if "loss" in entry

@@ -41,6 +41,18 @@ def test_a_run_in_parts_is_the_unbroken_run(train, tmp_path, monkeypatch):
     assert [entry["tokens"] for entry in whole] == [256, 512] and whole[-1] == parts[-1]
 
 
+def test_a_run_from_before_the_tuned_recipe_resumes_with_its_own(train, tmp_path):
+    """Its config.yaml lacks the setting `recipe`, and the same command resumes it."""
+    common = {"schedule": "constant", "deterministic": True}
+    train(tmp_path / "whole", num_steps=4, recipe="published", **common)
+    train(tmp_path / "old", num_steps=2, recipe="published", **common)
+    file = tmp_path / "old/config.yaml"
+    file.write_text(re.sub(r"  (recipe|muon_momentum): .*\n", "", file.read_text()))
+    said = train(tmp_path / "old", num_steps=4, **common)
+    assert "training   adamw, learning rate 0.01 (constant), recipe published" in said
+    assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "old"))
+
+
 def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     said = train(tmp_path / "run", dry_run=True)
     assert not (tmp_path / "run").exists()
@@ -48,10 +60,10 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     assert words == ["run", "training", "model", "kernels", "memory", "data", "steps"]
     for line in (
         f"run        {tmp_path}/run",
-        "training   adamw, learning rate 0.01 .cosine., seed \\d+",
+        "training   muon, learning rate 0.01 .cosine., recipe tuned, seed \\d+",
         "model      custom .from demo.: 5,... parameters, 2 layers, fp32, no sharding on 1 x cpu",
         "kernels    reference: conv, scan, norm, loss",
-        "memory     about .* a device: weights 22.0 kB, gradients 22.0 kB, moments 43.9 kB, "
+        "memory     about .* a device: weights 22.0 kB, gradients 22.0 kB, moments [23]\\d[.]\\d kB, "
         "activations .*",
         "data       .*/train .* validation: .*/validation",
         "steps      6 of 2 x 32 = 64 tokens; 2.. MFLOP each, 1... MFLOP in all",

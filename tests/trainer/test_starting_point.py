@@ -40,7 +40,8 @@ def test_a_start_that_waited_for_another_of_its_run_goes_on_from_there(
 ):
     """The second of two simultaneous starts finds no checkpoint, waits until the first one has trained to its end,
     and then resumes."""
-    train(tmp_path / "first", num_steps=2)
+    recipe = {"recipe": "published"}  # the default of a start with init_from
+    train(tmp_path / "first", num_steps=2, **recipe)
 
     def acquire(folder, real=RunFolder.acquire):
         shutil.copytree(tmp_path / "first/checkpoints", folder.path / "checkpoints")
@@ -48,7 +49,7 @@ def test_a_start_that_waited_for_another_of_its_run_goes_on_from_there(
 
     monkeypatch.setattr(RunFolder, "acquire", acquire)
     origin = {setting: tmp_path / "first"} if setting else {}
-    said = train(tmp_path / "run", num_steps=2, **origin)
+    said = train(tmp_path / "run", num_steps=2, **recipe, **origin)
     assert "resumes    from " in said and "run/checkpoints/step_00000002, step 2" in said
 
 
