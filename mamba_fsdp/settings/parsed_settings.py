@@ -55,7 +55,8 @@ class ParsedSettings:
             raise UserError(f"{word}: there is no such setting ({self.where}); {hint}")
 
     def _read_entry(self, word: str, text: Any, entry: other_launchers.Entry) -> None:
-        self.alias_defaults["recipe"] = PUBLISHED  # the other launcher trains with AdamW
+        if word not in setting_names():
+            self.alias_defaults["recipe"] = PUBLISHED  # the other launcher trains with AdamW
         value, note = other_launchers.translate(entry, word, text)
         if note:
             self.notes.append(note)

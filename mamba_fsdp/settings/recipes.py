@@ -18,11 +18,10 @@ RECIPES = {
 PUBLISHED = "published"
 TUNED = "tuned"  # also a name in RECIPES
 DEMO = "demo"  # the model_name of all models without a preset
-# The width and the tokens per step of the model for which TUNED has a learning rate, and the exponents with which the
-# best learning rate changes with them (docs/tuning.md).
+# The width and the tokens per step for which TUNED has a learning rate. It is lower for wider models, and changes with a
+# power of the tokens per step (docs/tuning.md).
 TUNED_WIDTH = 128
 TUNED_BATCH = 2048
-WIDTH_EXPONENT = -1.0
 BATCH_EXPONENT = 0.5
 MAX_BATCH_RATIO = 4  # nobody has measured larger batches
 
@@ -64,10 +63,10 @@ def tuned_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     samples = values["global_batch_size"]
     if not samples:
         samples = values["batch_size"] * values["gradient_accumulation_steps"]
-    width_ratio = values["d_model"] / TUNED_WIDTH
+    width_ratio = max(1, values["d_model"] / TUNED_WIDTH)
     batch_ratio = min(samples * values["seq_length"] / TUNED_BATCH, MAX_BATCH_RATIO)
     tuned = RECIPES[TUNED]
-    rate = tuned["learning_rate"] * width_ratio**WIDTH_EXPONENT * batch_ratio**BATCH_EXPONENT
+    rate = tuned["learning_rate"] * batch_ratio**BATCH_EXPONENT / width_ratio
     names = {*vars(OptimizerConfig()), *vars(ScheduleConfig())} - {"recipe"}
     usual = {name: default(LEAVES[name]) for name in names}
     return usual | tuned | {"learning_rate": float(f"{rate:.2g}")}

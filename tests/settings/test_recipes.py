@@ -13,7 +13,6 @@ from mamba_fsdp.settings.recipes import (
     BATCH_EXPONENT,
     MAX_BATCH_RATIO,
     RECIPES_FILE,
-    WIDTH_EXPONENT,
     recipe,
 )
 from mamba_fsdp.settings.resolve import as_dict, note_on_recipe, ready_runs, resolve_settings
@@ -118,7 +117,8 @@ def test_the_tuned_recipe_keeps_a_presets_data_and_replaces_its_optimizer_and_sc
 def test_the_tuned_learning_rate_follows_width_and_batch():
     usual = resolve_settings({}).optimizer.learning_rate
     for given, ratio in (
-        ({"d_model": 256}, 2**WIDTH_EXPONENT),
+        ({"d_model": 256}, 0.5),
+        ({"d_model": 64}, 1),
         ({"batch_size": 16}, 2**BATCH_EXPONENT),
         ({"gradient_accumulation_steps": 2}, 2**BATCH_EXPONENT),
         ({"global_batch_size": 16}, 2**BATCH_EXPONENT),

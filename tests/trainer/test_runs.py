@@ -128,7 +128,7 @@ def test_a_run_whose_weights_are_not_finite_fails(train, tmp_path, interval, sai
 
     The same command with another learning rate resumes from the previous checkpoint.
     """
-    given = {"eval_interval": interval, "checkpoint_interval": 1}
+    given = {"eval_interval": interval, "checkpoint_interval": 1, "recipe": "published"}
     train(tmp_path, num_steps=1, **given)
     with pytest.raises(UserError, match=said):
         train(tmp_path, num_steps=4, learning_rate=1e308, **given)
