@@ -9,6 +9,7 @@ data/builtin must be there: ./1.train.sbatch makes it.
 import contextlib
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import command_line, in_turn, spread, table
+from benchmarks.measure import command_line, in_turn, table
 from mamba_fsdp.run.names import METRICS
 from mamba_fsdp.run.records import read_events
 from tests.support.cluster import Cluster, missing
@@ -134,7 +135,12 @@ def show(title: str, works: dict[str, Callable[[], float]], rounds: int) -> None
     rows = []
     for name, seconds in in_turn(works, rounds).items():
         rows.append(
-            {f"seconds to the next step after the loss of a {title}": name} | spread(seconds)
+            {
+                f"seconds to the next step after the loss of a {title}": name,
+                "median": f"{statistics.median(seconds):.1f}",
+                "min": f"{min(seconds):.1f}",
+                "max": f"{max(seconds):.1f}",
+            }
         )
     print(table(rows), flush=True)
 

@@ -23,6 +23,7 @@ DEMO = "demo"  # the model_name of all models without a preset
 TUNED_WIDTH = 128
 TUNED_BATCH = 2048
 BATCH_EXPONENT = 0.5
+ADAMW_RATIO = 0.5  # the best learning rate of AdamW, divided by that of Muon
 MAX_BATCH_RATIO = 4  # nobody has measured larger batches
 
 
@@ -54,19 +55,22 @@ def default_recipe(model_name: str, from_weights: bool) -> str:
     return TUNED if is_own and not from_weights else PUBLISHED
 
 
-def tuned_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
+def tuned_recipe(usual: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the optimizer and the schedule of the recipe TUNED, with the learning rate for this width and batch.
 
     The number of ranks is not known here. Without global_batch_size, the batch is that of one rank.
 
-    values: all settings, by name."""
+    usual: the values of all settings without this recipe. chosen: the settings that the user gave."""
+    tuned = RECIPES[TUNED]
+    values = {**usual, **tuned, **chosen}
     samples = values["global_batch_size"]
     if not samples:
         samples = values["batch_size"] * values["gradient_accumulation_steps"]
     width_ratio = max(1, values["d_model"] / TUNED_WIDTH)
     batch_ratio = min(samples * values["seq_length"] / TUNED_BATCH, MAX_BATCH_RATIO)
-    tuned = RECIPES[TUNED]
     rate = tuned["learning_rate"] * batch_ratio**BATCH_EXPONENT / width_ratio
+    if values["optimizer"] == "adamw":
+        rate *= ADAMW_RATIO
     names = {*vars(OptimizerConfig()), *vars(ScheduleConfig())} - {"recipe"}
-    usual = {name: default(LEAVES[name]) for name in names}
-    return usual | tuned | {"learning_rate": float(f"{rate:.2g}")}
+    defaults = {name: default(LEAVES[name]) for name in names}
+    return defaults | tuned | {"learning_rate": float(f"{rate:.2g}")}

@@ -354,7 +354,7 @@ def _defaults_for(chosen: Mapping[str, Any]) -> dict[str, Any]:
     trained = recipe(model_name, from_weights)
     trained |= {"recipe": default_recipe(model_name, from_weights)}
     if chosen.get("recipe", trained["recipe"]) == TUNED:
-        trained |= tuned_recipe({**values, **trained, **chosen})
+        trained |= tuned_recipe(values | trained, chosen)
     drop_alternatives(trained, chosen)
     return values | trained
 

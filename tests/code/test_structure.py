@@ -24,7 +24,7 @@ MAX_TOKENS = {
     "planning": 6_995,
     "reporting": 3_956,
     "run": 4_556,
-    "settings": 9_762,
+    "settings": 9_791,
     "storage": 3_197,
     "trainer": 23_057,
     "verbs": 8_563,

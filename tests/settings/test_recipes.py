@@ -96,6 +96,7 @@ def test_models_without_a_preset_are_tuned_and_presets_published():
         ({"init_from": "x"}, "published", "adamw", 3e-4),
         ({"recipe": "published"}, "published", "adamw", 3e-3),
         ({"init_from": "x", "recipe": "tuned"}, "tuned", "muon", 0.02),
+        ({"optimizer": "adamw"}, "tuned", "adamw", 0.01),
         ({"learning_rate": "1e-3", "optimizer": "adamw"}, "tuned", "adamw", 1e-3),
     ):
         found = resolve_settings(given).optimizer
