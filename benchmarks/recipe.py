@@ -32,6 +32,7 @@ MUON = "optimizer=muon muon_momentum=0.9"
 RECIPES = {  # {name: settings}; the first one is the reference
     "AdamW 1e-2": f"{ADAMW} beta2=0.99 learning_rate=1e-2",
     "AdamW 3e-3, beta2 0.95": f"{ADAMW} beta2=0.95 learning_rate=3e-3",
+    "AdamW 2.5e-3": f"{ADAMW} beta2=0.99 learning_rate=2.5e-3",
     "AdamW 5e-3": f"{ADAMW} beta2=0.99 learning_rate=5e-3",
     "AdamW 2e-2": f"{ADAMW} beta2=0.99 learning_rate=2e-2",
     "Muon 1e-2": f"{MUON} beta2=0.99 learning_rate=1e-2",
