@@ -84,7 +84,7 @@ def test_a_warning_reports_what_a_tokenizer_loses_or_adds(case, prepare, tmp_pat
     imported(prepare, tmp_path, saved(tmp_path / "tokenizer", tokenizer))
     said = capsys.readouterr().out
     assert re.search(words, said)
-    assert ("warning" in said) == ("warning" in words)
+    assert ("warning:" in said) == ("warning:" in words)
 
 
 @pytest.mark.parametrize("case", REFUSED)

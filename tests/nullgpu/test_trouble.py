@@ -4,7 +4,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-IN_MID_RUN = 10_000  # launches: more than the check of kernels has, less than all steps
+IN_MID_RUN = 20_000  # launches: more than the check of kernels has, less than all steps
 SETTINGS = {
     "use_dummy_dataset": "true",
     "layers": "mamba2",
@@ -20,6 +20,7 @@ SETTINGS = {
     "eval_interval": 0,
     "num_workers": 0,
     "publish": "false",
+    "recipe": "published",
 }
 
 

@@ -50,7 +50,13 @@ NOT_RUN = {
         "sbatch 1.train.sbatch --config=nemotron-3-nano-4b": "it needs GPUs: tests/trainer/test_starting_point.py",
         ".venv/bin/mamba-fsdp export runs/nemotron": "it needs that run: tests/trainer/test_starting_point.py",
     },
-    "docs/tuning.md": {".venv/bin/python -m pip install": "pip installs from the network"},
+    "docs/kernels.md": {
+        "CUDA_ARCHITECTURES=9.0": "it compiles for minutes: tests/container/test_build_kernels.py"
+    },
+    "docs/tuning.md": {
+        ".venv/bin/python -m pip install": "pip installs from the network",
+        ".venv/bin/python -m benchmarks.recipe": "it trains for hours",
+    },
     "docs/image.md": {
         "docker build": "CI has no Docker: tests/container/test_image.py",
         "export ENROOT_SQUASH_OPTIONS='-comp zstd": "it is for the next command",

@@ -179,8 +179,8 @@ def test_starting_from_another_run(train, tmp_path):
     assert losses["folder"] == losses["step"] and losses["data"][0] != losses["folder"][0]
     with pytest.raises(UserError, match="seed is 5, but .*2023.* load_ckpt_path=RUN without"):
         train(first, num_steps=9, seed=5)
-    with pytest.raises(UserError, match="was saved with optimizer=adamw; .*init_from="):
-        train(first, num_steps=9, optimizer="muon")
+    with pytest.raises(UserError, match="was saved with optimizer=muon; .*init_from="):
+        train(first, num_steps=9, optimizer="adamw")
 
 
 @pytest.mark.parametrize(

@@ -216,9 +216,9 @@ FOLLOWED = {
         r"name (\S+)",
         f"{RESHAPED} --init_from={{0}}",
     ),
-    f"{DEMO} --load_ckpt_path=runs/demo --optimizer=adamw": (
+    f"{DEMO} --load_ckpt_path=runs/demo --optimizer=muon": (
         r"(init_from=\S+)",
-        f"{RESHAPED} --optimizer=adamw --{{0}}",
+        f"{RESHAPED} --optimizer=muon --{{0}}",
     ),
     f"{DEMO} --resuming_dataset=true --load_ckpt_path=runs/demo --seq_length=16": (
         r"set (seq_length=\d+)",
