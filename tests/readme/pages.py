@@ -51,7 +51,9 @@ NOT_RUN = {
         ".venv/bin/mamba-fsdp export runs/nemotron": "it needs that run: tests/trainer/test_starting_point.py",
     },
     "docs/kernels.md": {
-        "CUDA_ARCHITECTURES=9.0": "it compiles for minutes: tests/container/test_build_kernels.py"
+        "CUDA_ARCHITECTURES=9.0": "it compiles for minutes: tests/container/test_build_kernels.py",
+        "python3 -m pip install -q --no-index": "it needs a GPU: tests/gpu/test_all.py",
+        "pip download": "pip downloads from the network",
     },
     "docs/tuning.md": {
         ".venv/bin/python -m pip install": "pip installs from the network",
