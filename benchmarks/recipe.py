@@ -4,10 +4,10 @@ Trains the same small models on the built-in corpus, with the same number of tok
 turn. Prints the validation loss with its spread over the seeds, the tokens at which a recipe reached the first
 recipe's final loss, as a fraction of the run, and the time of a step relative to the first recipe's.
 
-The losses are of the validation windows that the demo does not read, so that its figure is not one that this study has
-chosen. A full table takes hours. The same command goes on where it was stopped, and --only, --layers, --widths, --seeds
-and --steps choose a part of it; two parts can run at the same time, if each has one thread (OMP_NUM_THREADS=1).
-data/builtin must be there: ./1.train.sbatch makes it.
+The losses are computed on the validation windows that the demo does not read, so that this study does not select the
+demo's own figure. A full table takes hours. The same command resumes it. --only, --layers, --widths, --seeds and --steps
+select a part of the table. Two parts can run at the same time if each uses one thread (OMP_NUM_THREADS=1). data/builtin
+must exist: ./1.train.sbatch creates it.
 """
 
 import shutil
@@ -62,7 +62,7 @@ def make_validation() -> None:
     unfinished.rename(VALIDATION)
 
 
-def trained(name: str, model: Mapping[str, object], steps: int) -> list[dict[str, Any]]:
+def train(name: str, model: Mapping[str, object], steps: int) -> list[dict[str, Any]]:
     """Trains a model unless that is done, and returns the entries of the run's metrics.jsonl."""
     settings = {"recipe": "published"}
     settings |= dict(setting.split("=") for setting in RECIPES[name].split())
@@ -76,10 +76,10 @@ def trained(name: str, model: Mapping[str, object], steps: int) -> list[dict[str
         "keep_checkpoints": 1,
         "publish": "false",
     }
-    words = [f"--{setting}={value}" for setting, value in {**settings, **common}.items()]
+    options = [f"--{setting}={value}" for setting, value in {**settings, **common}.items()]
     entries = read_entries(folder / METRICS) if folder.exists() else []
     if not any("val_loss" in entry and entry["step"] == steps for entry in entries):
-        command = [sys.executable, "training.py", *words]
+        command = [sys.executable, "training.py", *options]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         entries = read_entries(folder / METRICS)
     return entries
@@ -102,6 +102,7 @@ def first_step_below(found: Mapping[int, float], wanted: float) -> float:
 
 
 def step_seconds(entries: list[dict[str, Any]]) -> float:
+    """Returns the median time per token, which is proportional to the time of a step."""
     speeds = [entry["tokens_per_second"] for entry in entries if "tokens_per_second" in entry]
     return 1 / statistics.median(speeds)
 
@@ -113,19 +114,19 @@ def main() -> int:
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--only", default="", help="names of recipes, separated by ;")
-    words = parser.parse_args()
+    args = parser.parse_args()
     make_validation()
     reference, *others = RECIPES
-    names = [reference, *(words.only.split(";") if words.only else others)]
-    for layers in words.layers.split(","):
-        for width in words.widths.split(","):
+    names = [reference, *(args.only.split(";") if args.only else others)]
+    for layers in args.layers.split(","):
+        for width in args.widths.split(","):
             found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in names}
-            for seed in words.seeds.split(","):
+            for seed in args.seeds.split(","):
                 model = {"layers": LAYERS[layers], "d_model": width, "seed": seed}
                 for name in names:
-                    found[name].append(trained(name, model, words.steps))
+                    found[name].append(train(name, model, args.steps))
             print(f"\n{layers}, d_model {width}\n")
-            print(table(rows(found, words.steps)), flush=True)
+            print(table(rows(found, args.steps)), flush=True)
     return 0
 
 

@@ -138,8 +138,8 @@ def compare_times(name: str, device: torch.device, rehearse: bool) -> Iterator[R
 
 
 def run_kernels(device: torch.device, small: bool) -> Iterator[Row]:
-    """Runs our kernels in a layer of each preset: if small, over all rows that a run's first minute takes, else over
-    those of a step."""
+    """Runs our kernels in a layer of each preset. If `small`, the input has all the rows with which a run tests its
+    kernels in the first minute, otherwise the rows of a step."""
     for name in PRESETS:
         settings = settings_of(name, small).with_values(reset_at_documents=small)
         layers = LayerCheck(settings, device)

@@ -10,7 +10,7 @@ COMMAND = "exec nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu --fo
 
 
 class Sensors(AbstractContextManager):
-    """Runs nvidia-smi beside the block; it prints a line each second. Without nvidia-smi there are no readings."""
+    """Runs nvidia-smi during the block, and collects its readings of each second. Without nvidia-smi, there are none."""
 
     def __enter__(self) -> "Sensors":
         self.file = tempfile.TemporaryFile("w+")

@@ -18,7 +18,7 @@ from mamba_fsdp.ops.backends import OPERATORS
 from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.layer_check import LayerCheck, Rows
 
-WITH_KERNELS = ("conv", "loss", "norm", "scan", "ssd")
+KERNEL_OPERATORS = ("conv", "loss", "norm", "scan", "ssd")
 HEADDIM = 64  # of the models with SSD
 MODELS = ("mamba-1.4b", "mamba2-2.7b")
 # Whole rows, then rows that are cut, need masks and have documents: (whether they have them, rows).
@@ -99,14 +99,14 @@ class Recorder:
         for name, parameter in self.parameters.items():
             value = values.get(name, parameter.default)
             is_constant = "constexpr" in str(parameter.annotation)
-            is_one = type(value) is int and value == 1 and name not in glue.OF_LENGTH
+            is_one = type(value) is int and value == 1 and name not in glue.LENGTH_ARGUMENTS
             if is_constant or value is None or is_one:
                 constants[name] = value
                 continue
             signature[name] = type_of(value)
             number = value.data_ptr() if isinstance(value, torch.Tensor) else value
             is_aligned = isinstance(number, int) and number % 16 == 0
-            if is_aligned and name not in glue.OF_LENGTH:
+            if is_aligned and name not in glue.LENGTH_ARGUMENTS:
                 aligned.append(name)
         launch = Launch(
             self.operator, self.kernel, signature, constants, tuple(aligned), num_warps, num_stages
@@ -132,7 +132,7 @@ def launches_on(cc: int, precision: str = "bf16") -> list[Launch]:
 
     with ExitStack() as patched:
         patched.enter_context(patch.object(glue, "blocks", blocks_on))
-        for operator in WITH_KERNELS:
+        for operator in KERNEL_OPERATORS:
             module = import_module(f"mamba_fsdp.ops.{operator}.triton_kernels")
             for name, kernel in list(vars(module).items()):
                 if hasattr(kernel, "fn"):

@@ -27,7 +27,7 @@ OLDEST = (8, 0)  # oldest supported compute capability, the first in every kerne
 Blocks = Mapping[str, int]  # constants of a kernel, and its num_warps
 # Arguments for which Triton compiles no other code if 16 divides them or if they are 1. Most follow from the number of
 # positions, which differs in each prompt and in the last window of an evaluation. Addresses are as aligned without.
-OF_LENGTH = (
+LENGTH_ARGUMENTS = (
     "length rows row_programs segments per_segment segment_chunks vocab labels token_weights"
 ).split()
 
@@ -197,10 +197,10 @@ def kernel(function: Callable[..., None]) -> Any:
     if is_version_2() and not interpreted():
         from mamba_fsdp.ops.quick_kernel import QuickKernel
 
-        return QuickKernel(function, do_not_specialize=OF_LENGTH)
+        return QuickKernel(function, do_not_specialize=LENGTH_ARGUMENTS)
     import triton
 
-    return triton.jit(function, do_not_specialize=OF_LENGTH)
+    return triton.jit(function, do_not_specialize=LENGTH_ARGUMENTS)
 
 
 def interpreted() -> bool:

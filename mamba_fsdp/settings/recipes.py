@@ -24,7 +24,7 @@ TUNED_WIDTH = 128
 TUNED_BATCH = 2048
 BATCH_EXPONENT = 0.5
 ADAMW_RATIO = 0.5  # the best learning rate of AdamW, divided by that of Muon
-MAX_BATCH_RATIO = 4  # nobody has measured larger batches
+MAX_BATCH_RATIO = 4  # limits what the square root, which was not measured here, can do
 
 
 def recipe_name(model_name: str) -> str:

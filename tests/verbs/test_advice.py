@@ -466,7 +466,9 @@ TYPED = {  # words that people type: the settings that they become
 
 def test_common_spellings_become_the_intended_setting(answers):
     for words, settings in TYPED.items():
-        code, said = answers(f"train --dry_run --recipe=published --dataset_path=data/builtin {words}")
+        code, said = answers(
+            f"train --dry_run --recipe=published --dataset_path=data/builtin {words}"
+        )
         assert code == 0, said
         for name in settings.split():
             assert f" is {name}=" in said
