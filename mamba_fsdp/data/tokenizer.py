@@ -1,4 +1,4 @@
-"""Loads tokenizers by name or path, or trains them on the input; saves them so that `transformers` can load them."""
+"""Loads tokenizers by name or path, trains them, and saves them in a form that `transformers` can load."""
 
 import codecs
 import contextlib
@@ -30,29 +30,30 @@ from mamba_fsdp.storage.typed_json import write_object
 
 TOKENIZER_JSON = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
-SMALLEST_VOCABULARY = 257  # every byte and the eos
-# The library allocates a vocabulary's memory at once, and ends the process if there is less.
-LARGEST_VOCABULARY = 1 << 24
-# Text that tokenizers with the same vocabulary treat differently: case, digits, space, accents, other scripts.
+MIN_VOCABULARY = 257  # every byte, and the eos
+# The library allocates the memory of a vocabulary at once, and aborts the process if there is too little.
+MAX_VOCABULARY = 1 << 24
+# Texts that tokenizers with the same vocabulary can encode differently: case, digits, white space, accents, other scripts.
 SAMPLES = [
     "The quick BROWN fox, it's 3.14159  and 1,000,000;\n\n\tdef f(x):\r\n    return x != None",
     "na\u00efve nai\u0308ve \ufb01ne  \u4f60\u597d\u4e16\u754c \u0417\u0434\u0440 \U0001f600\u200d \u00a0x",
 ]
-SPACES = str.maketrans(
-    {"\u0120": " ", "\u2581": " ", "\u010a": "\n"}
-)  # the letters that stand for white space in vocabularies
-IDENTITY = "ids:"  # each identity's start; change it with the way to compute one
+# The letters that stand for white space in vocabularies.
+SPACES = str.maketrans({"\u0120": " ", "\u2581": " ", "\u010a": "\n"})
+IDENTITY = (
+    "ids:"  # the prefix of every identity; change it if identities are computed in another way
+)
 ANOTHER_TOKENIZER = (
-    "use one tokenizer for both (get_dataset.py --tokenizer=FOLDER takes any), or give "
+    "use one tokenizer for both (get_dataset.py --tokenizer=FOLDER accepts any), or give "
     "--allow_other_tokenizer=true if you know that they fit"
 )
-GENERIC = "PreTrainedTokenizerFast"  # the class that takes a tokenizer.json as it is
-MAKE_IDS = "make token ids with it and import these: get_dataset.py --text_column=input_ids --tokenizer=none"
+GENERIC = "PreTrainedTokenizerFast"  # the class that uses a tokenizer.json without changes
+MAKE_IDS = "make token ids with it, and import them: get_dataset.py --text_column=input_ids --tokenizer=none"
 
 
 def without_panic(read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Returns read(*arguments, **options). A panic of the library's Rust code is not an Exception; it becomes a
-    ValueError."""
+    """Returns read(*arguments, **options). Raises ValueError if the Rust code of the library panics: its own
+    PanicException is not a subclass of Exception."""
     try:
         return read(*arguments, **options)
     except BaseException as error:
@@ -61,9 +62,9 @@ def without_panic(read: Callable[..., Any], *arguments: Any, **options: Any) -> 
         raise ValueError(error) from None
 
 
-def with_os_errors(write: Callable[..., Any], *arguments: Any) -> None:
-    """Calls write(*arguments). The library's Rust code raises a bare Exception for an error of the disk; it becomes an
-    OSError."""
+def raise_os_errors(write: Callable[..., Any], *arguments: Any) -> None:
+    """Calls write(*arguments). Raises OSError for an error of the disk, for which the Rust code of the library raises a
+    plain Exception."""
     try:
         write(*arguments)
     except Exception as error:
@@ -71,8 +72,8 @@ def with_os_errors(write: Callable[..., Any], *arguments: Any) -> None:
 
 
 def read_backend(path: Path) -> Tokenizer:
-    """Returns the tokenizer in a tokenizer.json. Raises UserError if the file begins with a byte order mark, OSError, and
-    what the library raises for a damaged file."""
+    """Reads a tokenizer.json. Raises UserError if the file begins with a byte order mark, OSError, and any Exception of
+    the library if the file is damaged."""
     content = read_bytes(path)
     if content.startswith(codecs.BOM_UTF8):
         raise UserError(
@@ -83,35 +84,35 @@ def read_backend(path: Path) -> Tokenizer:
 
 
 class TextTokenizer:
-    """A tokenizer that encodes and decodes text, with the facts that a token store records.
+    """A tokenizer that encodes and decodes text, with the properties that a token store records.
 
-    eos: its id, None if there is none; separators: ids of the tokens that can stand at the ends of a document;
-    vocab_size: one more than the largest id; identity: see `identity_of`.
-    transformers_form: the `transformers` tokenizer that holds `backend`, if it comes from one.
-    prefix: the id of the bos that stands before each text, or nothing.
-    special_is_text: read text that spells a special token, as a page about tokenizers does, like any other text.
+    eos: the id of the token that ends documents; None if there is none. separators: the ids of the tokens that can be at the
+    ends of a document. vocab_size: the largest id plus 1. identity: see `identity_of`. prefix: a list with the id of the
+    bos that is put before each text, or an empty list.
 
-    Threads share a tokenizer. Before version 0.23 the library lets no thread change a tokenizer while another encodes,
-    so all settings are made here and none later.
+    Threads share a tokenizer. In versions of the library before 0.23, a tokenizer can't be changed while another thread
+    encodes with it. Therefore everything is configured before the first text is encoded.
     """
 
     def __init__(
         self,
         backend: Tokenizer,
         eos_token: str | None,
-        transformers_form: Any = None,
+        pretrained: Any = None,
         special_is_text: bool = True,
     ):
+        """pretrained: the tokenizer of `transformers` that contains `backend`, if there is one. special_is_text: whether text
+        that spells a special token, for example in an article about tokenizers, is encoded like any other text."""
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = special_is_text
         self.backend = backend
         self.eos_token = eos_token
-        self._transformers_form = transformers_form
+        self._pretrained = pretrained
         self.prefix: list[int] = []
-        self._is_amended = False  # whether it differs from `transformers_form`
+        self._is_changed = False  # whether it differs from `pretrained`
         self.eos = backend.token_to_id(eos_token) if eos_token else None
-        bos_token = getattr(transformers_form, "bos_token", None)
+        bos_token = getattr(pretrained, "bos_token", None)
         self.separators = [backend.token_to_id(token) for token in (eos_token, bos_token) if token]
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
 
@@ -120,39 +121,42 @@ class TextTokenizer:
         return identity_of(self.backend)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of one text after the prefix, without other tokens that some tokenizers add at its ends. Text
-        that spells a special token is that token in a prompt (`load_words`), and text in a document."""
+        """Returns the prefix and the ids of one text, without other tokens that some tokenizers add at its ends. Text that
+        spells a special token becomes this token in a prompt (see `load_prompt_tokenizer`), but not in a document."""
         return self.prefix + self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """Returns the ids of each text as `encode` does, none for a text without any, using all cores. Raises UserError
-        for text that the tokenizer can't encode."""
+        """Returns the ids of each text, like `encode`, and uses all cores. The list of a text without any ids is empty.
+        Raises UserError for text that the tokenizer can't encode."""
         try:
             encodings = without_panic(
                 self.backend.encode_batch_fast, texts, add_special_tokens=False
             )
         except Exception as error:  # the library raises bare Exception
             raise UserError(
-                f"the tokenizer can't encode this text ({first_line(error)}); add the token that it lacks to its "
-                "vocabulary, or take another tokenizer"
+                f"the tokenizer can't encode this text ({first_line(error)}); add the missing token to its "
+                "vocabulary, or use another tokenizer"
             ) from error
         return [self.prefix + encoding.ids if encoding.ids else [] for encoding in encodings]
 
     def decode(self, tokens: list[int]) -> str:
         return self.backend.decode(tokens, skip_special_tokens=False)
 
-    def without_dropout(self) -> str:
-        """Switches the random choice of merges off; returns a line if there was one."""
+    def disable_dropout(self) -> str:
+        """Switches off the random choice of merges. Returns a message if it was switched on, else ""."""
         share = getattr(self.backend.model, "dropout", None)
         if not share:
             return ""
         self.backend.model.dropout = None
-        self._is_amended = True
-        return f"the tokenizer drops {share:.0%} of its merges at random: switched off, or the same text had other ids each time"
+        self._is_changed = True
+        return (
+            f"the tokenizer drops {share:.0%} of its merges at random; this is switched off, so that the same text always "
+            "has the same ids"
+        )
 
-    def put_before_texts(self, bos: str) -> None:
-        """Makes the tokenizer, in this program and in `transformers`, add this token to each text, or none if it is
-        empty, and nothing else."""
+    def set_prefix(self, bos: str) -> None:
+        """Makes the tokenizer add the token `bos` before each text, and no other tokens, in this program and in
+        `transformers`. If `bos` is empty, no token is added."""
         template = f"{bos} $A".strip()
         special: list[tuple[str, int]] = []
         if bos:
@@ -161,11 +165,13 @@ class TextTokenizer:
             single=template, pair=f"{template} $B", special_tokens=special
         )
         self.prefix = [number for _, number in special]
-        self._is_amended = True
+        self._is_changed = True
 
-    def settle_bos(self, wanted: bool) -> str:
-        """Makes the tokenizer add to a text what documents have there: its bos if that is `wanted`, else nothing. Returns
-        a line if it added something that is not wanted. Raises UserError if it has no bos that is wanted."""
+    def configure_bos(self, wanted: bool) -> str:
+        """Makes the tokenizer add its bos before each text if `wanted`, and no other tokens.
+
+        Returns a message if the tokenizer added tokens that are not wanted, else "". Raises UserError if a bos is wanted, but
+        the tokenizer does not have one."""
         nothing = self.backend.encode("", add_special_tokens=True)
         is_added = nothing.special_tokens_mask
         added = [token for token, mask in zip(nothing.tokens, is_added) if mask]
@@ -173,40 +179,41 @@ class TextTokenizer:
         if not wanted:
             if not added:
                 return ""
-            self.put_before_texts("")
+            self.set_prefix("")
             advice = "; --bos=true keeps a bos" if before else ""
             return (
-                f"the tokenizer adds {' '.join(added)} to each text: documents are stored with one eos and without other "
-                f"added tokens, and the tokenizer of runs and exports adds none{advice}"
+                f"the tokenizer adds {' '.join(added)} to each text; documents are stored with one eos and no other added "
+                f"tokens, and the tokenizer of runs and exports adds no tokens{advice}"
             )
-        named = [getattr(self._transformers_form, "bos_token", None), *before]
+        named = [getattr(self._pretrained, "bos_token", None), *before]
         bos = next((token for token in named if token), "")
         if not bos or bos == self.eos_token:
-            what = f"is its eos {bos}, which stands between documents" if bos else "is missing"
+            problem = "has no bos"
+            if bos:
+                problem = f"uses its eos {bos} as bos, and that token separates documents"
             raise UserError(
-                f"--bos=true puts the tokenizer's bos before each document, but it {what}"
+                f"--bos=true puts a bos before each document, but the tokenizer {problem}; leave out --bos"
             )
-        self.put_before_texts(bos)
+        self.set_prefix(bos)
         return ""
 
     def save(self, folder: Path) -> None:
-        """Writes a folder that AutoTokenizer.from_pretrained takes."""
+        """Writes the tokenizer to a folder, in the format that AutoTokenizer.from_pretrained reads."""
         make_folder(folder, parents=True)
         file = folder / "tokenizer_config.json"
         settings = {
             "eos_token": self.eos_token,
             "model_max_length": 10**30,
             "clean_up_tokenization_spaces": False,
-            # Without it transformers 4 adds token_type_ids, which a Mamba's generate refuses.
+            # Without this field, transformers 4 would return token_type_ids, and the generate method of a Mamba model would
+            # reject them.
             "model_input_names": ["input_ids", "attention_mask"],
         }
-        if self._transformers_form:
-            save = functools.partial(
-                with_os_errors, self._transformers_form.save_pretrained, folder
-            )
+        if self._pretrained:
+            save = functools.partial(raise_os_errors, self._pretrained.save_pretrained, folder)
             retry_io(save, folder)
             settings = json.loads(read_bytes(file))
-            if self._is_amended:
+            if self._is_changed:
                 settings |= {"add_bos_token": bool(self.prefix), "add_eos_token": False}
         elif self.prefix:
             settings |= {
@@ -218,10 +225,11 @@ class TextTokenizer:
 
 
 class NoTokenizer(TextTokenizer):
-    """The tokenizer of token ids that come without one. Its backend is None; its eos is -1 if none is known.
-    Raises UserError if the eos is outside the vocabulary."""
+    """Takes the place of the tokenizer if the input consists of token ids without one. The backend is None."""
 
     def __init__(self, eos_token: str, vocab_size: int):
+        """eos_token: the id as text, or "" if it is not known; `eos` is then -1. Raises UserError if it is outside the
+        vocabulary."""
         self.identity = ""
         self.eos_token = eos_token
         self.backend = None  # type: ignore[assignment]
@@ -231,28 +239,29 @@ class NoTokenizer(TextTokenizer):
         self.vocab_size = vocab_size
         if self.eos >= vocab_size:
             raise UserError(
-                f"--eos_token={eos_token} is beyond --vocab_size={vocab_size}; give one more than the largest token id"
+                f"--eos_token={eos_token} is not below --vocab_size={vocab_size}; set --vocab_size to the largest token id plus 1"
             )
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """Raises UserError if a text is not empty, as rows without token ids are."""
+        """Returns an empty list for each text. Rows without token ids are read as empty texts. Raises UserError if a text is
+        not empty."""
         if any(texts):
             raise UserError(
                 "the input contains text, but --tokenizer=none is for token ids; name the column of ids with "
-                "--text_column, or another tokenizer"
+                "--text_column, or give a tokenizer"
             )
         return [[] for _ in texts]
 
     def save(self, folder: Path) -> None:
-        """Writes nothing."""
+        """Does nothing."""
 
 
 def identity_of(backend: Tokenizer) -> str:
-    """Returns a text that is equal for tokenizers that encode alike, whatever their names and whoever wrote their
-    files.
+    """Returns the identity of a tokenizer. Tokenizers that encode in the same way have the same identity, even if their names
+    or files differ.
 
-    It is a digest of the tokens with their ids, and of the ids of texts that contain all tokens. `backend` is not changed:
-    a copy of it, without truncation and padding, encodes these texts.
+    The identity is a digest of the tokens with their ids, and of the ids of texts that contain all tokens. These texts are
+    encoded by a copy of `backend` without truncation and padding.
     """
     backend = Tokenizer.from_str(backend.to_str())
     backend.no_truncation()
@@ -271,10 +280,10 @@ def identity_of(backend: Tokenizer) -> str:
 
 def identities_in(folder: Path | None) -> Iterator[str]:
     """Yields the identities of the tokenizer in a folder: first of its tokenizer.json, then of the tokenizer that
-    `transformers` makes of it. Yields nothing if no tokenizer there has a fast form."""
+    `transformers` loads from the folder. Yields nothing if neither can be loaded as a fast tokenizer."""
     if folder is None:
         return
-    with contextlib.suppress(Exception):  # the libraries raise whatever a file runs into
+    with contextlib.suppress(Exception):  # the libraries can raise any exception
         yield identity_of(read_backend(folder / TOKENIZER_JSON))
     with contextlib.suppress(Exception):
         if is_file(folder / "tokenizer_config.json"):
@@ -284,10 +293,11 @@ def identities_in(folder: Path | None) -> Iterator[str]:
 def check_tokenizer(
     first: object, identity: str, second: object, second_identities: Iterable[str]
 ) -> None:
-    """Raises UserError if the places `first` and `second` are known to have different tokenizers.
+    """Raises UserError if `first` and `second` are known to have different tokenizers.
 
-    They are if none of `second_identities`, all of one tokenizer, equals `identity`. The first equal one ends the
-    search.
+    first, second: names for the message, such as paths. identity: the identity of the first tokenizer; "" if it is not known.
+    second_identities: the identities of the second tokenizer. One of them must equal `identity`; they are computed until it
+    is found.
     """
     if not identity.startswith(IDENTITY):
         return
@@ -305,36 +315,35 @@ def check_tokenizer(
         )
 
 
-def import_with(tokenizer: Path | None) -> str:
-    """Returns advice for data that exceeds a model's vocabulary. tokenizer: the model's, None if none is known."""
+def import_advice(tokenizer: Path | None) -> str:
+    """Returns advice for data with token ids beyond a model's vocabulary. tokenizer: the path of the model's tokenizer; None
+    if it is not known."""
     return (
         f"import the data with the model's tokenizer: {import_command('INPUT')} "
         f"--tokenizer={tokenizer or 'FOLDER'}"
     )
 
 
-def training_size(name: str) -> int | None:
-    """Returns the vocabulary size in `train:SIZE`, or None for another name. Raises UserError for an impossible
-    size."""
+def parse_training_size(name: str) -> int | None:
+    """Returns the vocabulary size in `train:SIZE`, or None for any other name. Raises UserError if the size is not possible."""
     if not name.startswith("train:"):
         return None
     try:
         size = parse_integer(name.removeprefix("train:"))
     except ValueError:
         size = 0
-    if not SMALLEST_VOCABULARY <= size <= LARGEST_VOCABULARY:
+    if not MIN_VOCABULARY <= size <= MAX_VOCABULARY:
         raise UserError(
-            f"tokenizer {name!r}: write train:SIZE with a vocabulary of at least {SMALLEST_VOCABULARY} (every byte and "
-            f"the end of a document), at most {LARGEST_VOCABULARY:,} tokens, such as train:4096"
+            f"tokenizer {name!r}: write train:SIZE with a vocabulary of at least {MIN_VOCABULARY} (every byte and "
+            f"the end of a document) and at most {MAX_VOCABULARY:,} tokens, such as train:4096"
         )
     return size
 
 
 def train(texts: Iterable[str], vocab_size: int, eos_token: str = END_OF_TEXT) -> TextTokenizer:
-    """Returns a byte-level BPE for documents, trained on the texts, of at most vocab_size tokens including the eos.
+    """Trains a byte-level BPE tokenizer on the texts. Equal texts give equal tokenizers.
 
-    Equal texts give equal tokenizers.
-    """
+    vocab_size: the maximal number of tokens, with the eos."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -349,16 +358,17 @@ def train(texts: Iterable[str], vocab_size: int, eos_token: str = END_OF_TEXT) -
 
 
 def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
-    """Returns the fast tokenizer of a folder or a name on the Hugging Face Hub, as transformers has it.
+    """Loads the fast tokenizer of a folder or of a name on the Hugging Face Hub with transformers.
 
-    A tokenizer.json is taken as it is. A class of transformers could amend it; if the folder names no class, transformers
-    4 even chooses one by the folder's name. Never runs code that comes with a tokenizer. Raises UserError with a message
-    that ends with `remedy`.
+    A tokenizer.json is used without changes. A class of transformers could change it, and transformers 4 even chooses a class
+    by the name of the folder if the folder does not name one. Code that comes with a tokenizer is never executed.
+
+    remedy: the end of the message. Raises UserError if the tokenizer can't be loaded.
     """
     if not exists(name):
         prepare_hub(str(name))
     name = check_tokenizer_path(name)
-    import transformers  # late: importing it takes seconds
+    import transformers  # imported here because the import takes seconds
 
     try:
         file = transformers.utils.cached_file(
@@ -368,34 +378,35 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
         read = transformers.AutoTokenizer.from_pretrained
         if file:
             pre_tokenizer = read_backend(Path(file)).pre_tokenizer
-            if hasattr(pre_tokenizer, "add_prefix_space"):  # transformers 4 would change it
+            if hasattr(pre_tokenizer, "add_prefix_space"):  # transformers 4 would reset this option
                 options["add_prefix_space"] = pre_tokenizer.add_prefix_space
             read = transformers.PreTrainedTokenizerFast.from_pretrained
-        form = without_panic(read, str(name), **options)
+        pretrained = without_panic(read, str(name), **options)
     except UserError:
         raise
-    except Exception as error:  # the libraries raise whatever a file runs into
+    except Exception as error:  # the libraries can raise any exception
         raise UserError(
-            f"tokenizer {name}: can't be loaded ({first_line(error)[:200]}); wanted is {WANTED_TOKENIZER}; a sentencepiece "
+            f"tokenizer {name}: can't be loaded ({first_line(error)[:200]}); name {WANTED_TOKENIZER}; a sentencepiece "
             f"or tiktoken file needs its model's files too{remedy}"
         ) from error
-    if not getattr(form, "is_fast", False):
+    if not getattr(pretrained, "is_fast", False):
         raise UserError(
-            f"tokenizer {name}: {type(form).__name__} has no fast form (tokenizer.json); {MAKE_IDS}"
+            f"tokenizer {name}: {type(pretrained).__name__} has no fast form (tokenizer.json); {MAKE_IDS}"
         )
-    return form
+    return pretrained
 
 
-def load_words(path: str | Path) -> TextTokenizer:
-    """Returns the tokenizer of a folder or name for prompts: text that spells a special token is read as that token.
+def load_prompt_tokenizer(path: str | Path) -> TextTokenizer:
+    """Loads the tokenizer of a folder or a name for prompts: text that spells a special token becomes this token.
 
-    Importing transformers takes a second, so it is left out if the folder's two files suffice. Raises UserError.
+    transformers is only used if tokenizer.json and tokenizer_config.json in the folder are not sufficient, because importing
+    it takes a second. Raises UserError if the tokenizer can't be loaded.
     """
     path = check_tokenizer_path(path)
     try:
         fields = json.loads(read_bytes(Path(path, "tokenizer_config.json")))
         if fields["tokenizer_class"] not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
-            raise ValueError("transformers may amend its files")
+            raise ValueError("this class can change the tokenizer")
         backend = read_backend(Path(path, TOKENIZER_JSON))
         eos = fields["eos_token"]
         if isinstance(eos, dict):
@@ -403,40 +414,41 @@ def load_words(path: str | Path) -> TextTokenizer:
         tokenizer = TextTokenizer(backend, eos, special_is_text=False)
         if fields.get("add_bos_token"):
             bos = fields["bos_token"]
-            tokenizer.put_before_texts(bos["content"] if isinstance(bos, dict) else bos)
+            tokenizer.set_prefix(bos["content"] if isinstance(bos, dict) else bos)
         return tokenizer
-    except Exception:  # let transformers say what is wrong
-        form = load_for_transformers(path)
-        return TextTokenizer(form.backend_tokenizer, form.eos_token, form, special_is_text=False)
+    except Exception:  # transformers loads it, or raises an error with the reason
+        loaded = load_for_transformers(path)
+        return TextTokenizer(
+            loaded.backend_tokenizer, loaded.eos_token, loaded, special_is_text=False
+        )
 
 
 def load(name: str, eos_token: str | None = None) -> TextTokenizer:
-    """Returns the tokenizer for documents of a name on the Hugging Face Hub, a `transformers` folder or a
-    tokenizer.json.
+    """Loads a tokenizer for documents.
 
-    eos_token: the token that ends documents, by default the tokenizer's own. Raises UserError if the tokenizer or this
-    token is missing.
+    name: a name on the Hugging Face Hub, a folder of `transformers`, or a tokenizer.json. eos_token: the token that ends
+    documents; None: the eos of the tokenizer. Raises UserError if the tokenizer can't be loaded, or lacks this token.
     """
     path = check_tokenizer_path(os.path.expanduser(name))
     if is_file(path):
-        form = None
+        pretrained = None
         try:
             backend = read_backend(path)
         except UserError:
             raise
         except Exception as error:  # the library raises bare Exception
             raise UserError(
-                f"tokenizer {name}: {path.name} can't be read ({first_line(error)}); wanted is {WANTED_TOKENIZER}"
+                f"tokenizer {name}: {path.name} can't be read ({first_line(error)}); name {WANTED_TOKENIZER}"
             ) from error
     else:
-        form = load_for_transformers(path, "; train:4096 trains one on the input")
-        backend = form.backend_tokenizer
-        eos_token = eos_token or form.eos_token
+        pretrained = load_for_transformers(path, "; train:4096 trains one on the input")
+        backend = pretrained.backend_tokenizer
+        eos_token = eos_token or pretrained.eos_token
     if backend.token_to_id(eos_token or "") is None:
         raise UserError(
             f"tokenizer {name}: its vocabulary lacks the eos_token {eos_token!r}; name the token that ends a document "
             "with --eos_token"
         )
-    if form:
-        form.eos_token = eos_token
-    return TextTokenizer(backend, eos_token, form)
+    if pretrained:
+        pretrained.eos_token = eos_token
+    return TextTokenizer(backend, eos_token, pretrained)

@@ -1,4 +1,4 @@
-"""Makes data/builtin, the data of a first try, if a run reads it and it is missing."""
+"""Makes data/builtin, the data for a first try of this program, if a run reads it and it is missing."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ BUILTIN = "data/builtin"
 
 
 def builtin_folder(data: DataConfig) -> Path | None:
-    """Returns the absolute path of the built-in data if these settings read it, else None."""
+    """Returns the absolute path of the built-in data if a run with these settings reads it, else None."""
     builtin = os.path.abspath(BUILTIN)
     if data.use_dummy_dataset or os.path.abspath(data.dataset_path) != builtin:
         return None
@@ -20,7 +20,8 @@ def builtin_folder(data: DataConfig) -> Path | None:
 
 
 def missing_builtin(data: DataConfig) -> Path | None:
-    """Returns the path of the built-in data if these settings read it and it is missing or unfinished, else None."""
+    """Returns the path of the built-in data if a run with these settings reads it, and it is missing or unfinished. Otherwise
+    returns None."""
     folder = builtin_folder(data)
     if folder is None or exists(folder / PROGRESS):
         return folder
@@ -29,9 +30,10 @@ def missing_builtin(data: DataConfig) -> Path | None:
 
 
 def make_missing_builtin(data: DataConfig) -> None:
-    """Makes the built-in data if these settings read it and it is missing. Raises UserError as get_dataset.py does."""
+    """Makes the built-in data if a run with these settings reads it, and it is missing. Raises UserError if it can't be made."""
     if not missing_builtin(data):
         return
-    from mamba_fsdp.importing.make_dataset import make_dataset  # late: most runs don't need it
+    # Most runs do not need this import, and it is slow.
+    from mamba_fsdp.importing.make_dataset import make_dataset
 
     make_dataset("builtin", BUILTIN, DatasetConfig())

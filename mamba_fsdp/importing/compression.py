@@ -1,4 +1,4 @@
-"""Decompresses files. Needs neither torch nor numpy."""
+"""Decompresses files. This module imports neither torch nor numpy."""
 
 import bz2
 import gzip
@@ -10,11 +10,12 @@ from typing import Any
 
 ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 BUFFER = 1 << 16
-HEAD = 512  # bytes that identify a file; a tar archive has its mark at byte 257
+# How many bytes at the beginning identify a file. The magic of a tar archive is at byte 257.
+HEAD = 512
 
 
 def _open_zstandard(file: io.BufferedReader) -> Any:
-    import pyarrow  # imported late: it takes long, and few files need it
+    import pyarrow  # imported here because the import is slow, and few files need it
 
     return pyarrow.CompressedInputStream(file, "zstd")
 
@@ -27,21 +28,21 @@ OPENERS: dict[bytes, Callable[[io.BufferedReader], Any]] = {
 }
 
 
-def without_ending(name: str) -> str:
-    """Returns the name without the ending of a compressed file."""
+def strip_compression(name: str) -> str:
+    """Returns the name without the extension of a compressed file, such as .gz."""
     base, ending = os.path.splitext(name)
     return base if ending.lower() in ENDINGS else name
 
 
-def unpacked(file: io.BufferedReader) -> io.BufferedReader:
-    """Returns a stream of the file's content, decompressed if it is compressed."""
-    head = peeked(file)
+def decompress(file: io.BufferedReader) -> io.BufferedReader:
+    """Returns a stream of the content of `file`. The content is decompressed if it is compressed."""
+    head = peek_head(file)
     for magic, opener in OPENERS.items():
         if head.startswith(magic):
             return io.BufferedReader(opener(file), BUFFER)
     return file
 
 
-def peeked(file: io.BufferedReader) -> bytes:
-    """Returns the first bytes of a stream without moving in it."""
+def peek_head(file: io.BufferedReader) -> bytes:
+    """Returns the next bytes of a stream, up to HEAD, without advancing its position."""
     return file.peek(HEAD)[:HEAD]

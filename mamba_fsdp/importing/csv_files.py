@@ -6,27 +6,30 @@ from collections.abc import Iterator
 from typing import IO
 
 from mamba_fsdp.importing.inputs import Document, Fault, InputFile
-from mamba_fsdp.importing.json_records import field_of
+from mamba_fsdp.importing.json_records import document_from_record
 from mamba_fsdp.importing.kinds import CLEAN
-from mamba_fsdp.importing.text_files import LONGEST_TEXT, lines_of, opened
+from mamba_fsdp.importing.text_files import MAX_TEXT_LENGTH, open_text, read_lines
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 DELIMITERS = ",;\t|"
 
-csv.field_size_limit(LONGEST_TEXT)  # the library's own limit is less than a book
+csv.field_size_limit(MAX_TEXT_LENGTH)  # the default limit, 128 KiB, is shorter than a book
 
 
 def csv_rows(stream: IO[str], delimiter: str = "") -> csv.DictReader:
-    """Returns the rows of a CSV file as {field: text}. delimiter: by default the one that the header has most often."""
-    lines = lines_of(stream)
+    """Returns a reader of the rows of a CSV file, as {field: text}. delimiter: "" selects the one that is most frequent in the
+    header."""
+    lines = read_lines(stream)
     header = next(lines, "")
     delimiter = delimiter or max(DELIMITERS, key=header.count)
     return csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=True)
 
 
 def csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document | Fault]:
-    """Yields each field as the text that is written there. Lines can end with CR alone."""
-    with opened(file, options.encoding, newline="") as stream:
+    """Yields the field options.text_column of each row. Lines can also end with a single CR.
+
+    Raises ValueError if the header or a row is not valid."""
+    with open_text(file, options.encoding, newline="") as stream:
         rows = csv_rows(stream, options.delimiter)
         try:
             _check_header(list(rows.fieldnames or []), options.text_column)
@@ -34,7 +37,7 @@ def csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document 
                 yield _document_of(row, rows, options.text_column)
         except csv.Error as error:
             is_too_long = "field limit" in str(error)
-            advice = CLEAN if is_too_long else "write a quote within a field twice"
+            advice = CLEAN if is_too_long else "double each quote inside a field"
             raise ValueError(f"after line {rows.line_num:,}: {error}; {advice}") from None
 
 
@@ -42,21 +45,21 @@ def _document_of(row: dict, rows: csv.DictReader, column: str) -> Document | Fau
     place = f"line {rows.line_num:,}"
     if None in row.values():
         return Fault(
-            f"{place} has fewer fields than the header", "put one with a line break in quotes"
+            f"{place} has fewer fields than the header", "quote fields that contain a line break"
         )
     if any(row.pop(None, [])):
         delimiter = rows.reader.dialect.delimiter
         return Fault(
-            f"{place} has more fields than the header", f"put one with {delimiter!r} in quotes"
+            f"{place} has more fields than the header", f"quote fields that contain {delimiter!r}"
         )
-    return field_of(place, row, column)
+    return document_from_record(place, row, column)
 
 
 def _check_header(header: list[str], column: str) -> None:
-    """Raises ValueError if the header of a CSV file does not identify the field of the text."""
+    """Raises ValueError if the header of a CSV file has no unique field with the text."""
     if header.count(column) > 1:
-        raise ValueError(f"its header has {column!r} twice; rename one of them")
+        raise ValueError(f"its header has {column!r} twice; rename one of the two fields")
     if len(header) == 1 and header[0] != column:
         raise ValueError(
-            f"its header is one field, {header[0]!r}; name the separator of its fields with --delimiter"
+            f"its header has only one field, {header[0]!r}; give the separator of its fields with --delimiter"
         )

@@ -1,4 +1,4 @@
-"""Chooses the tokens that are held out for validation, while documents stream by."""
+"""Chooses the tokens that are held out for validation, in a single pass over the documents."""
 
 from fractions import Fraction
 from typing import Any
@@ -8,43 +8,45 @@ import numpy as np
 from mamba_fsdp.data.sampler import splitmix64
 
 SPANS = 16  # the approximate number of spans in the whole input
-BYTES_A_TOKEN = 4  # an estimate
+BYTES_PER_TOKEN = 4  # an estimate
 MIN_SPAN = 64  # tokens
 MAX_SPAN = 1 << 16
-USUAL_SPAN = 1 << 10  # the span if the size of the input is not known
-PART = 1 << 40  # more spans than one part of the work has
+DEFAULT_SPAN = 1 << 10  # used if the size of the input is not known
+PART_OFFSET = 1 << 40  # more stretches than any part of the work has
 
 
-def exact(fraction: float) -> Fraction:
-    """Returns the fraction that a user wrote, such as 1/100 for 0.01."""
+def to_fraction(fraction: float) -> Fraction:
+    """Converts a float to the simple fraction that the user meant, such as 1/100 for 0.01."""
     return Fraction(fraction).limit_denominator(10**6)
 
 
 class Holdout:
-    """Spans of tokens, one in each stretch of the input, that together are `fraction` of it.
+    """Divides the tokens of the input into stretches of equal length, and holds out one span of each.
 
-    A document is held out if it begins in a span. A document that is longer than a span is cut into units of that
-    length first, so that it neither fills validation nor is absent from it. A hash of the stretch's number places its
-    span, so that the choice has no period that the input could share.
+    A document is held out if it begins in a span. A document that is longer than a span is first split into units of that
+    length, so that one document can't make up all of the validation data, nor be absent from it. The position of a span in
+    its stretch is a hash of the number of the stretch, because equal distances could coincide with a period of the input.
     """
 
     def __init__(self, fraction: float, input: dict[str, Any], part: int) -> None:
-        """input: as `describe` returns it. part: the number of the part of the work."""
+        """fraction: the fraction of the tokens to hold out. input: the result of `describe`. part: the index of the part of the
+        work."""
         size = input.get("bytes")
-        self.span = USUAL_SPAN
+        self.span = DEFAULT_SPAN
         if size is not None:
-            wanted = int(size * fraction) // (BYTES_A_TOKEN * SPANS)
+            wanted = int(size * fraction) // (BYTES_PER_TOKEN * SPANS)
             self.span = min(max(wanted, MIN_SPAN), MAX_SPAN)
-        self.stretch = int(self.span / exact(fraction))
+        self.stretch = int(self.span / to_fraction(fraction))
         self.part = part
 
     def choose(
         self, ends: np.ndarray, position: int, open_tokens: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (the starts of units (n,), whether each is held out (n,)) for consecutive tokens.
+        """Divides consecutive tokens into units. Returns (the start of each unit (n,), whether it is held out (n,)).
 
-        ends: (m,), where documents end among these tokens, and their count. position: the number of tokens before them.
-        open_tokens: how many of those belong to the first document; its unit can start before these tokens.
+        ends: (m,), the end of each document among these tokens; the last one is the number of tokens. position: the number
+        of tokens before them. open_tokens: how many of these belong to the first document. Its first unit can start before
+        the given tokens.
         """
         documents = np.append(-open_tokens, ends[:-1])
         units = -(-(ends - documents) // self.span)
@@ -53,9 +55,9 @@ class Holdout:
         starts = np.repeat(documents, units) + numbers * self.span
         starts = starts[np.append(starts[1:], ends[-1]) > 0]
         stretches, offsets = np.divmod(starts + position, self.stretch)
-        # The first span is in the first half of its stretch, so that an input of half a stretch has one.
+        # The first span is in the first half of its stretch, so that an input as short as half a stretch has a span.
         room = np.where(stretches == 0, max(self.stretch // 2, self.span), self.stretch) - self.span
-        places = splitmix64(np.uint64(0), stretches + self.part * PART) % (room + 1).astype(
+        places = splitmix64(np.uint64(0), stretches + self.part * PART_OFFSET) % (room + 1).astype(
             np.uint64
         )
         inside = offsets - places.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Finds the files that INPUT of get_dataset.py names: a file, a folder, a pattern, or a name on the Hugging Face Hub."""
+"""Finds the files of the argument INPUT of get_dataset.py: a file, a folder, a glob, or a name on the Hugging Face Hub."""
 
 import contextlib
 import datetime
@@ -28,9 +28,9 @@ from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.retry import exists, is_folder, read_bytes, stat_of
 from mamba_fsdp.text import format_count, suggest_path
 
-# Folders in the standard library's folder that contain other packages.
+# Folders inside the folder of the standard library that do not belong to it.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
-MAX_MISSING = 1000  # names of missing files to collect
+MAX_MISSING = 1000  # the maximal number of missing files to report
 
 
 @dataclass
@@ -38,18 +38,17 @@ class InputFile:
     """A file of the input, or a split of a name on the Hub."""
 
     name: str  # path of a file, or name on the Hub
-    kind: str  # a name in the table of kinds.py
-    split: str = ""  # a name on the Hub has splits; else the folder or file that is named after one
-    store: str = "train"  # the store for its documents, except those held out
-    place: str = ""  # the file's resolved path
+    kind: str  # a key of KINDS in kinds.py
+    # The split on the Hub, or the name of the file or folder that makes it a split; see `splits_of`.
+    split: str = ""
+    store: str = "train"  # the store for its documents, except for held-out ones
+    place: str = ""  # the file's path without links
     share_read: float = 0.0  # the share of the file that has been read
-    has_mark: bool = (
-        False  # whether it begins with a byte order mark, known once it has been opened
-    )
+    has_mark: bool = False  # whether it begins with a byte order mark; set when it is opened
 
 
 class Document(NamedTuple):
-    """A document, or a stretch of a long one."""
+    """A document, or a part of a long document."""
 
     content: str | np.ndarray  # text, or token ids (n,)
     begins: bool = True  # whether the document begins here
@@ -57,18 +56,18 @@ class Document(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A record that can't be read; the records after it can."""
+    """The problem of a record that can't be read. Later records of the file can be read."""
 
     reason: str
-    advice: str = ""  # what to do if all records have this fault
+    advice: str = ""  # advice for the case that all records have this problem
 
     def message(self) -> str:
         return f"{self.reason}; {self.advice}" if self.advice else self.reason
 
 
 def find_files(input: str, options: DatasetConfig, left_out: LeftOut) -> list[InputFile]:
-    """Returns the files that `input` names, in order, and notes the others in `left_out`. Raises UserError if there is
-    nothing to read."""
+    """Returns the files of the input, in order, and adds files that are not read to `left_out`. Raises UserError if there is
+    no file to read."""
     if input == "builtin":
         files = [InputFile(str(path), "text", place=str(path)) for path in builtin_files()]
     elif is_local(input):
@@ -86,13 +85,14 @@ def find_files(input: str, options: DatasetConfig, left_out: LeftOut) -> list[In
 
 
 def is_local(input: str) -> bool:
-    """Returns whether `input` names files on this machine. Any other name refers to the Hub: see prepare_hub."""
+    """Returns whether `input` refers to files on this machine. Any other name refers to the Hub, see prepare_hub."""
     path = os.path.expanduser(input)
     return input == "builtin" or exists(path) or glob.has_magic(path)
 
 
 def describe(files: list[InputFile]) -> dict[str, Any]:
-    """Returns the input at this moment, for JSON: its files' places, sizes and times."""
+    """Describes the current state of the input as an object for JSON, with a digest of the paths, sizes and modification times
+    of the files. Raises UserError for a pipe or a device."""
     if files[0].kind == "hub":
         return {"dataset": files[0].name, "splits": [file.split for file in files]}
     digest = hashlib.sha256()
@@ -102,11 +102,11 @@ def describe(files: list[InputFile]) -> dict[str, Any]:
     for file in files:
         try:
             status = stat_of(file.name)
-        except OSError:  # a dangling link: reading it reports that
+        except OSError:  # a broken link; reading it will raise an error
             continue
         if not stat.S_ISREG(status.st_mode):  # a pipe can't be read twice
             raise UserError(
-                f"{file.name}: is a pipe or a device; write its output to a file, and name that"
+                f"{file.name}: this is a pipe or a device; write its output to a file, and name that file"
             )
         size += status.st_size
         newest = max(newest, status.st_mtime)
@@ -123,20 +123,20 @@ def describe(files: list[InputFile]) -> dict[str, Any]:
 
 
 def builtin_files() -> list[Path]:
-    """Returns the UTF-8 .py files of the running Python's standard library, sorted. Raises UserError if it has no
-    sources."""
+    """Returns the sorted paths of the UTF-8 .py files in the standard library of the running Python. Raises UserError if it is
+    installed without sources."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in sorted(root.rglob("*.py"), key=Path.as_posix):
         if EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts):
             continue
-        # Some of Python's own tests are in other encodings, or broken on purpose.
+        # Some of Python's own tests have other encodings, or invalid bytes on purpose.
         with contextlib.suppress(UnicodeDecodeError):
             read_bytes(path).decode()
             files.append(path)
     if not files:
         raise UserError(
-            f"{root}: this Python comes without its library's source files; name an INPUT"
+            f"{root}: this Python is installed without the source files of its library; name another INPUT"
         )
     return files
 
@@ -167,26 +167,28 @@ def _local_files(name: str, options: DatasetConfig, left_out: LeftOut) -> list[I
 
 
 def _hub_splits(name: str, options: DatasetConfig) -> list[InputFile]:
-    import datasets  # imported late: it takes a second
+    import datasets  # imported here because the import takes a second
 
     try:
         splits = datasets.get_dataset_split_names(name, options.config or None)
     except Exception as error:  # an unknown name, split or config, no network, ...
         raise UserError(
-            f"{name}: no file or folder here, and `datasets` can't load it ({first_line(error)}){suggest_path(Path(name))}"
+            f"{name}: there is no such file or folder, and `datasets` can't load it from the Hub ({first_line(error)})"
+            f"{suggest_path(Path(name))}"
         ) from error
     return [InputFile(name, "hub", split) for split in splits]
 
 
 def _official_splits(files: list[InputFile], input: str) -> list[InputFile]:
-    """Returns the files, each with the store of its split. Raises UserError if one has none, or if none is for training."""
+    """Sets the store of each file to its split, and returns the files. Raises UserError if a file does not belong to a split,
+    or if no file belongs to train."""
     for file in files:
         file.store = named_split(file.split)
     stores = {file.store for file in files}
     if "" in stores or "train" not in stores:
         raise UserError(
-            f"--splits=official: the files or folders of {input} are not all named after the splits train, "
-            "validation and test; leave it out, and a share of the tokens is held out"
+            f"--splits=official: not all files or folders of {input} are named after the splits train, "
+            "validation and test; without this option, a share of the tokens is held out"
         )
     return files
 
@@ -194,7 +196,8 @@ def _official_splits(files: list[InputFile], input: str) -> list[InputFile]:
 def _files_of_split(
     files: list[InputFile], options: DatasetConfig, input: str, left_out: LeftOut
 ) -> list[InputFile]:
-    """Returns the files of the split that the options ask for, and prints why these. Raises UserError if there are none."""
+    """Returns the files of the split that the options select, and prints the reason for the selection. Raises UserError if
+    there are none."""
     wanted = options.split or "train"
     names = {file.split for file in files}
     chosen = {name for name in names if name == wanted or wanted == "all"}
@@ -208,24 +211,24 @@ def _files_of_split(
     left_out["of other splits"] += [file.name for file in files if file.split in others]
     if others:
         print(
-            f"{wanted} is read; {len(files) - len(kept):,} of {format_count(len(files), 'file')} are of other splits by their "
-            f"names ({', '.join(others[:4])}); --split=all reads them too"
+            f"{wanted} is read; {len(files) - len(kept):,} of {format_count(len(files), 'file')} belong to other splits according "
+            f"to their names ({', '.join(others[:4])}); --split=all reads them too"
         )
     else:
         print(
-            f"training reads all of {format_count(len(files), 'file')}: no name differs from one with train in that word alone; "
-            f"{options.validation_fraction:.3g} of the tokens validate"
+            f"training reads all of {format_count(len(files), 'file')}, because their names do not show a split; "
+            f"{options.validation_fraction:.3g} of the tokens are held out for validation"
         )
     return kept
 
 
 def _check_sets(files: list[Path], options: DatasetConfig, left_out: LeftOut) -> None:
-    """Raises UserError if a part of a numbered set is missing, unless unreadable files are skipped."""
+    """Raises UserError if a part of a numbered set of files is missing. With skip_unreadable, adds it to `left_out` instead."""
     missing = [str(file) for file in itertools.islice(missing_parts(files), MAX_MISSING)]
     if missing and not options.skip_unreadable:
         more = f", like {len(missing) - 1:,} more" if len(missing) > 1 else ""
         raise UserError(
-            f"{missing[0]}: is missing from its numbered set{more}; copy it, or import the others with "
+            f"{missing[0]}: is missing from its numbered set{more}; copy it, or import the other files with "
             "--skip_unreadable=true"
         )
     left_out["missing from their numbered sets"] += missing

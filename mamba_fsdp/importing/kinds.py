@@ -1,8 +1,8 @@
 """Classifies paths with one table of the kinds of files and folders. Every command uses it.
 
-`classify_path` recognises a path by its name, by its first bytes, and by the content of this program's own files.
-`files_below` lists the files of a folder, `input_kinds` those that an import reads. This module needs neither torch nor
-numpy.
+`classify_path` recognizes a path by its name, by its first bytes, and by the content of this program's own files.
+`files_below` lists the files in a folder, and `input_kinds` selects the files that an import reads. This module imports
+neither torch nor numpy.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import StorageError, UserError, command
-from mamba_fsdp.importing.compression import HEAD, peeked, unpacked, without_ending
+from mamba_fsdp.importing.compression import HEAD, decompress, peek_head, strip_compression
 from mamba_fsdp.run.layout import list_committed
 from mamba_fsdp.run.names import (
     CHECKPOINTS,
@@ -49,12 +49,12 @@ from mamba_fsdp.text import suggest_path
 
 # ---------------------------------------------------------------- the table
 
-# Names in token stores and in the folder of an import.
+# Names in token stores and in the output folder of an import.
 INDEX = "index.json"
 DATASET = "dataset.json"
 PROGRESS = ".progress"  # exists while an import is unfinished
 BEGUN = f"{PROGRESS}/begun.json"
-# {split, also the name of its store: the names that identify the split in the names of folders and files}
+# {split and name of its store: words that identify the split in the names of files and folders}
 SPLITS = {
     "train": ["train"],
     "validation": ["validation", "valid", "val", "dev", "eval", "heldout"],
@@ -64,8 +64,8 @@ SPLITS = {
 RUN_NAMES = {CHECKPOINTS, EVENTS, LEASE, METRICS, SETTINGS, STATUS, STEPS}
 # Names in other programs' folders.
 NUMPY_MAGIC = b"\x93NUMPY"
-DCP_INDEX = ".metadata"  # torch.distributed.checkpoint writes it
-MODEL_FIELDS = {"model_type", "architectures", "d_model"}  # a model's config.json has one of them
+DCP_INDEX = ".metadata"  # written by torch.distributed.checkpoint
+MODEL_FIELDS = {"model_type", "architectures", "d_model"}  # a model's config.json has one of these
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -76,11 +76,11 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-SAVED_SPLITS = "dataset_dict.json"  # marks a save_to_disk folder with several splits
+SAVED_SPLITS = "dataset_dict.json"  # exists in a save_to_disk folder with several splits
 SAVED_MARKS = f"{SAVED_SPLITS} dataset_info.json"
 SAVED_FILES = {SAVED_SPLITS, "dataset_info.json", "state.json"}
 
-# The headings of docs/data.md that describe what other programs have to do.
+# References to the headings of docs/data.md about formats that other programs have to convert.
 UNPACK = 'see "Unpack archives and fetch pointers" in docs/data.md'
 CONVERT = 'see "Convert documents and records to text" in docs/data.md'
 CLEAN = 'see "Clean and split text" in docs/data.md'
@@ -102,23 +102,25 @@ WANTED_TOKENIZER = (
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of the table. A file is recognised by its name or its first bytes, a folder by a name in it."""
+    """A row of the table: one kind of file or folder."""
 
     name: str
-    title: str  # completes "PATH is ..."
-    use: str = ""  # what accepts it, or what to do; {path} and {importing} are filled in
-    endings: str = ""  # the endings of such files' names
-    names: str = ""  # such files have; or files and folders that mark such a folder
-    magic: str = ""  # a regular expression that the first bytes match, as Latin-1
+    title: str  # completes the sentence "PATH is ..."
+    # A command or setting that accepts such a path, or other advice. See `_fill_in` for its placeholders.
+    use: str = ""
+    extensions: str = ""  # file name extensions of this kind, separated by spaces
+    # Names of such files. For a folder: names of files and folders of which it contains at least one.
+    names: str = ""
+    magic: str = ""  # a regular expression for the first bytes of such files, decoded as Latin-1
     reader: str = ""  # module:function in importing/ that yields the documents of such a file
-    content: str = ""  # completes "a folder of ..."; empty if no import reads it
+    content: str = ""  # completes "a folder of ..."; empty if imports do not read this kind
     matches: Callable[[Path], bool] | None = None  # returns whether a folder is of this kind
-    # Describes a folder from its path and the names in it, or returns None if it is not of this kind.
+    # Describes a folder, given its path and the names in it. Returns None if the folder is of another kind.
     describe: Callable[[Path, set[str]], "PathInfo | None"] | None = None
 
     @property
     def remedy(self) -> str:
-        """What to do with such a file if its name suggests another kind."""
+        """Returns advice for a file of this kind that has the extension of another kind."""
         return f"--format={self.name} reads it" if self.reader else self.use
 
 
@@ -171,7 +173,7 @@ FILES = [
         content="Composer's DataLayout",
     ),
     Kind("hub", "a name on the Hugging Face Hub", reader="tables:hub_documents"),
-    # What other commands accept.
+    # The following kinds are accepted by other commands.
     Kind(
         "model_file",
         "a file of weights",
@@ -181,7 +183,7 @@ FILES = [
     ),
     Kind("tokenizer_file", "a file of a tokenizer", TOKENIZE, names=" ".join(TOKENIZER_FILES)),
     Kind("settings", "a YAML file", "training takes settings as --config={path}", ".yaml .yml"),
-    # What nothing here accepts.
+    # The following kinds are not accepted by any command.
     Kind(
         "pointer",
         "a pointer of Git LFS or git-annex in place of the file",
@@ -227,11 +229,11 @@ FILES = [
     Kind("other", "a file that no command takes", "{importing} --format=text imports it as text"),
 ]
 
-BY_NAME = {name: kind for kind in FILES for name in (kind.endings + " " + kind.names).split()}
+BY_NAME = {name: kind for kind in FILES for name in (kind.extensions + " " + kind.names).split()}
 MAGIC = [kind for kind in FILES if kind.magic]
 ANY_MAGIC = re.compile("|".join(f"({kind.magic})" for kind in MAGIC), re.DOTALL)
-AMBIGUOUS = ("json", "page")  # a text can begin like these
-UNDECIDED = ("nothing", "pruned", "other", "settings", "part")  # reading them decides
+AMBIGUOUS = ("json", "page")  # the beginning of a text can look like these kinds
+UNDECIDED = ("nothing", "pruned", "other", "settings", "part")  # an import of these can succeed
 BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # UTF-16 and UTF-32
 # Files that describe the data next to them.
 DESCRIPTION = re.compile(
@@ -239,31 +241,30 @@ DESCRIPTION = re.compile(
     re.I,
 )
 MAX_LISTED = 8  # names in a message
-MAX_LOOKED_AT = 10_000  # files of a folder that a message is about
+MAX_SCANNED_FILES = 10_000  # files in a folder that are examined to describe the folder
 
 
 @dataclass(frozen=True)
 class PathInfo:
-    """What a path is."""
+    """The result of classify_path."""
 
     path: Path
-    kind: str  # a name in KINDS; or nothing, pruned, part, empty
-    title: str  # completes "PATH is ..."
-    use: str  # what accepts it, or what to name instead; empty if nothing is known
-    names: tuple[str, ...] = ()  # the runs, stores or checkpoints in it
+    kind: str  # a key of KINDS; or nothing, pruned, part, foreign, empty
+    title: str  # completes the sentence "PATH is ..."
+    use: str  # what accepts the path, or which path to give instead; "" if nothing is known
+    names: tuple[str, ...] = ()  # the runs, stores or checkpoints in the folder
 
     @property
     def is_input(self) -> bool:
-        """Returns whether an import reads it."""
+        """Returns whether an import accepts the path."""
         kind = KINDS.get(self.kind)
         return kind is not None and bool(kind.content)
 
 
 def unexpected_path_error(path: str | Path, wanted: str, use: str = "") -> UserError:
-    """Returns the error for a path that is not `wanted`, such as "a token store".
+    """Returns the error for a path that is not what a command expects.
 
-    use: what to do with the path, if the caller knows more than the table.
-    """
+    wanted: the expected kind, such as "a token store". use: advice that replaces the advice in the table."""
     info = classify_path(path)
     not_wanted = "" if info.kind in ("nothing", "pruned") else f", not {wanted}"
     use = use or info.use
@@ -271,13 +272,13 @@ def unexpected_path_error(path: str | Path, wanted: str, use: str = "") -> UserE
 
 
 def unexpected_model_error(path: str | Path) -> UserError:
-    """Returns the error for a path that does not name a model."""
+    """Returns the error for a path that is not a model."""
     info = classify_path(path)
     use = "" if info.kind == "other" else info.use
     is_name_on_hub = re.fullmatch(r"[^./~][^/]*/[^/]+", str(path)) and not exists(info.path.parent)
     if info.kind == "nothing" and is_name_on_hub:
         use = (
-            "a model of the Hugging Face hub has to be downloaded first: "
+            "download a model of the Hugging Face Hub first: "
             f"hf download {shlex.quote(str(path))} --local-dir FOLDER"
         )
     otherwise = "name a run, a checkpoint, or weights with their config.json"
@@ -285,25 +286,25 @@ def unexpected_model_error(path: str | Path) -> UserError:
 
 
 def unexpected_data_error(path: str | Path, options: str = "") -> UserError:
-    """Returns the error for a path that is not a token store. options: for the command that makes one."""
+    """Returns the error for a path that is not a token store. options: further options for the recommended import command."""
     info = classify_path(path)
     use = info.use
     if info.is_input and info.names:
         use = f"name the token store in it: {info.path / info.names[0]}"
     elif info.is_input:
-        making = use.partition(" makes")[0]
+        importing = use.partition(" makes")[0]
         if options:
-            making = making.removesuffix(" --tokenizer=PATH")
-        use = f"make one of it: {making}{options}"
+            importing = importing.removesuffix(" --tokenizer=PATH")
+        use = f"make one from it: {importing}{options}"
     elif info.kind == "nothing" and not use:
         use = f"make a token store there: {import_command('INPUT', str(path))}"
     elif not use:
-        use = f"make one of text: {import_command('INPUT')}"
+        use = f"make one from text: {import_command('INPUT')}"
     return unexpected_path_error(path, "a token store", use)
 
 
 def classify_path(path: str | Path) -> PathInfo:
-    """Classifies `path`."""
+    """Determines the kind of a path, which need not exist."""
     place = Path(path)
     if is_file(place):
         return _classify_file(place)
@@ -313,15 +314,15 @@ def classify_path(path: str | Path) -> PathInfo:
 
 
 def check_input(path: str | Path) -> None:
-    """Raises UserError if `path` is not text or token ids, but something that other commands accept."""
+    """Raises UserError if `path` is certainly not text or token ids."""
     info = classify_path(path)
     if not info.is_input and info.kind not in UNDECIDED:
         raise unexpected_path_error(path, "text or token ids to import")
 
 
 def tokenizer_path_in(path: str | Path) -> Path | None:
-    """Returns the folder or the file of a tokenizer: `path` itself, or the tokenizer in the run, store, dataset or export
-    at `path`. Returns None if there is none."""
+    """Finds a tokenizer. Returns `path` itself if it is one, or the tokenizer in the run, store, dataset or export at `path`.
+    Returns None if there is none."""
     folder = Path(path)
     if is_file(folder):
         return folder
@@ -339,7 +340,7 @@ def check_tokenizer_path(path: str | Path) -> Path:
     found = tokenizer_path_in(path)
     is_possible = not exists(path) or exists(Path(path, MODEL_CONFIG))
     if found is None and not is_possible:
-        raise unexpected_path_error(path, "a tokenizer", f"wanted is {WANTED_TOKENIZER}")
+        raise unexpected_path_error(path, "a tokenizer", f"name {WANTED_TOKENIZER}")
     tokenizer = found or Path(path)
     for file in (tokenizer, tokenizer / TOKENIZER_FILES[0]):
         content = content_kind(file)
@@ -349,19 +350,20 @@ def check_tokenizer_path(path: str | Path) -> Path:
 
 
 def is_store(path: Path) -> bool:
-    """Returns whether `path` is a token store, intact or damaged: other programs have files named index.json too."""
+    """Returns whether `path` is a token store, even if it is damaged. Folders of other programs can contain an index.json
+    too."""
     try:
         with open_with_retries(path / INDEX) as file:
             return TOKEN_STORE.name.encode() in file.read(HEAD)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
-    except PermissionError:  # reading the store reports it
+    except PermissionError:  # reading the store will raise an error with this reason
         return True
 
 
 def split_in(path: Path, split: str = "train") -> Path:
-    """Returns the path of the store for `split`: a subfolder named after it (see SPLITS), or `path` itself if that is a
-    store or has no such subfolder."""
+    """Returns the path of the store for `split`: a subfolder with a name in SPLITS[split], or `path` itself if it is a store
+    or has no such subfolder."""
     if not is_store(path):
         for name in SPLITS[split]:
             if is_store(path / name):
@@ -373,19 +375,19 @@ def split_in(path: Path, split: str = "train") -> Path:
 
 
 def content_kind(path: Path) -> Kind | None:
-    """Returns the kind that the first bytes of a file, decompressed, show; None for text, for damaged data and for
-    anything but a regular file. Raises StorageError after a minute of retries."""
+    """Returns the kind of a file according to its first bytes after decompression. Returns None for text, for damaged data,
+    and if the path is not a regular file. Raises StorageError after a minute of retries."""
     try:
         with open_with_retries(path) as file:
-            return kind_of_bytes(peeked(unpacked(file)))
+            return kind_of_bytes(peek_head(decompress(file)))
     except StorageError:
         raise
-    except Exception:  # reading the file reports damaged data
+    except Exception:  # reading the damaged data will raise an error with the reason
         return None
 
 
 def kind_of_bytes(head: bytes) -> Kind | None:
-    """Returns the kind that the first bytes of a file show; None for text."""
+    """Returns the kind of a file whose first bytes are `head`; None for text."""
     match = ANY_MAGIC.match(head.decode("latin-1"))
     if match and match.lastindex:
         return MAGIC[match.lastindex - 1]
@@ -395,27 +397,30 @@ def kind_of_bytes(head: bytes) -> Kind | None:
 
 
 def reader_of(name: str) -> Callable[..., Iterator[Any]]:
-    """Returns the function that yields the documents of files of a kind. It is imported late: it needs packages."""
+    """Returns the function that yields the documents of a file. name: the kind of the file. The function is imported here,
+    because its module imports large packages."""
     return pkgutil.resolve_name(f"{__package__}.{KINDS[name].reader}")
 
 
 def contradicts(content: Kind | None, kind: str) -> bool:
-    """Returns whether a file's content is something else than its kind. Text can begin like JSON or HTML, DataLayout like
-    anything; reading binary data finds the place that is wrong."""
+    """Returns whether the content of a file proves that it is not of the given kind.
+
+    Text can begin like JSON or HTML, and DataLayout can begin with any bytes. Binary data does not count here: reading it
+    raises an error with the position of the first wrong byte."""
     if content is None or content.name in (kind, "binary") or kind == "datalayout":
         return False
     return kind != "text" or content.name not in AMBIGUOUS
 
 
 def input_kind(path: Path, format: str = "auto", is_alone: bool = False) -> Kind | None:
-    """Returns how an import reads a file: as `format` demands, else by its name, else by its content; None if it does
-    not read it.
+    """Returns the kind as which an import reads a file, or None if imports do not read it.
 
-    Of files that an import finds in a folder, only those without an ending are opened. is_alone: the user named this file.
+    The kind is `format` if it is given. Otherwise it follows from the name of the file, or else from its content. If a
+    folder is imported, only files without an extension are opened for that. is_alone: whether the file is the only one.
     """
-    ending = os.path.splitext(without_ending(path.name.lower()))[1]
-    kind = KINDS.get(format) or BY_NAME.get(ending)
-    if kind is None and (is_alone or not ending or ending[1:].isdecimal()):
+    extension = os.path.splitext(strip_compression(path.name.lower()))[1]
+    kind = KINDS.get(format) or BY_NAME.get(extension)
+    if kind is None and (is_alone or not extension or extension[1:].isdecimal()):
         kind = content_kind(path)
     if kind and kind.name == "ids" and exists(f"{path}.size"):
         return KINDS["datalayout"]
@@ -428,25 +433,25 @@ def _classify_file(path: Path) -> PathInfo:
     is_pointer = content is KINDS["pointer"]
     is_weights = named is KINDS["model_file"] and not exists(path.parent / COMMIT)
     if named and not is_pointer and (is_weights or named.name == "tokenizer_file"):
-        return _info(path, named)
-    owner = None if is_pointer else _owner_of(path)
+        return _info_of_kind(path, named)
+    owner = None if is_pointer else _find_owner(path)
     if owner:
         title = f"a file of the {owner.kind} in {owner.path}"
         return PathInfo(path, "part", title, f"name {owner.path}", (str(owner.path),))
     kind = input_kind(path, is_alone=True)
     if kind and not contradicts(content, kind.name):
-        return _info(path, kind)
+        return _info_of_kind(path, kind)
     if content:
-        return PathInfo(path, "foreign", content.title, _filled(content.remedy, path))
-    return _info(path, named or KINDS["other"])
+        return PathInfo(path, "foreign", content.title, _fill_in(content.remedy, path))
+    return _info_of_kind(path, named or KINDS["other"])
 
 
-def _owner_of(path: Path) -> PathInfo | None:
-    """Returns the run, checkpoint, token store or model that a file is a part of."""
+def _find_owner(path: Path) -> PathInfo | None:
+    """Returns the run, checkpoint, token store or model to which a file belongs, or None."""
     for folder in itertools.islice(path.parents, 3):
         names = set(list_names(folder))
         is_description = path.name in (MODEL_CONFIG, "generation_config.json")
-        is_model = is_description and _describes_model(folder / MODEL_CONFIG)
+        is_model = is_description and _is_model_config(folder / MODEL_CONFIG)
         if COMMIT in names or is_run(names) or is_model or is_store(folder):
             return _classify_folder(folder)
     return None
@@ -456,7 +461,8 @@ def _owner_of(path: Path) -> PathInfo | None:
 
 
 def is_run(names: set[str]) -> bool:
-    """Returns whether these are the names in a run folder: other programs use some of them too."""
+    """Returns whether a folder with these names in it is a run. A single one is not enough, because other programs use some
+    of the names too."""
     return len(names & RUN_NAMES) > 1
 
 
@@ -473,23 +479,23 @@ def _classify_folder(path: Path) -> PathInfo:
         if kind.describe:
             info = kind.describe(path, names)
         elif not names.isdisjoint(kind.names.split()) or kind.matches and kind.matches(path):
-            info = _info(path, kind)
+            info = _info_of_kind(path, kind)
         if info:
             return info
     if not names:
         return PathInfo(path, "empty", "an empty folder", "")
-    title = f"a folder that no command takes ({_listed(names)})"
+    title = f"a folder that no command takes ({_format_names(names)})"
     file = next(files_below(path, LeftOut()), path)
-    use = "" if content_kind(file) else _filled(KINDS["other"].use, path)
+    use = "" if content_kind(file) else _fill_in(KINDS["other"].use, path)
     return PathInfo(path, "other", title, use)
 
 
-def _run(path: Path, names: set[str]) -> PathInfo | None:
+def _describe_run(path: Path, names: set[str]) -> PathInfo | None:
     has_nothing_else = bool(names) and names <= RUN_NAMES
     if not is_run(names) and not has_nothing_else:
         return None
     kept = [checkpoint.name for checkpoint in list_committed(path / CHECKPOINTS)]
-    title = f"a run with {_listed(kept)}" if kept else "a run without a checkpoint"
+    title = f"a run with {_format_names(kept)}" if kept else "a run without a checkpoint"
     use = f"{command('inspect')} {shlex.quote(str(path))} shows its progress"
     return PathInfo(path, "run", title, use, tuple(kept))
 
@@ -498,20 +504,20 @@ def _is_streamed(path: Path) -> bool:
     return not _json_fields(path / INDEX).keys().isdisjoint(("shards", "chunks"))
 
 
-def _model(path: Path, names: set[str]) -> PathInfo | None:
+def _describe_model(path: Path, names: set[str]) -> PathInfo | None:
     for name in filter(_is_weights, sorted(names)):
         content = content_kind(path / name)
         if content and content.name == "pointer":
             title = f"a folder whose {name} is {content.title}"
             return PathInfo(path, "foreign", title, content.use)
-    is_model = MODEL_CONFIG in names and _describes_model(path / MODEL_CONFIG)
-    return _info(path, KINDS["model"]) if is_model else None
+    is_model = MODEL_CONFIG in names and _is_model_config(path / MODEL_CONFIG)
+    return _info_of_kind(path, KINDS["model"]) if is_model else None
 
 
-def _weights(path: Path, names: set[str]) -> PathInfo | None:
+def _describe_weights(path: Path, names: set[str]) -> PathInfo | None:
     weights = next(filter(_is_weights, sorted(names)), "")
     use = f"name its file and its preset: {path / weights} --model_name=NAME"
-    return _info(path, KINDS["weights"], use) if weights else None
+    return _info_of_kind(path, KINDS["weights"], use) if weights else None
 
 
 def _is_weights(name: str) -> bool:
@@ -519,30 +525,30 @@ def _is_weights(name: str) -> bool:
     return kind is KINDS["model_file"]
 
 
-def _describes_model(file: Path) -> bool:
-    """Returns whether a config.json describes a model, intact or damaged: other programs have files of this name."""
+def _is_model_config(file: Path) -> bool:
+    """Returns whether a config.json describes a model, even if it is damaged. Other programs have files with this name too."""
     return not MODEL_FIELDS.isdisjoint(_json_fields(file, if_damaged=MODEL_FIELDS))
 
 
-def _input(path: Path, names: set[str]) -> PathInfo | None:
-    """Describes a folder by the files that an import of it reads."""
+def _describe_input(path: Path, names: set[str]) -> PathInfo | None:
+    """Describes a folder by the files in it that an import would read."""
     if _is_dataset(path):
         return None
     left_out = LeftOut()
-    files = itertools.islice(files_below(path, left_out), MAX_LOOKED_AT)
+    files = itertools.islice(files_below(path, left_out), MAX_SCANNED_FILES)
     kinds = input_kinds(list(files), left_out)
     is_described_only = all(DESCRIPTION.fullmatch(file.name) for file in kinds)
     if not kinds or is_described_only and left_out[OURS]:
         return None
     kind = next(iter(kinds.values()))
     stores = tuple(stores_in(path)) if left_out[OURS] else ()
-    use = _filled(kind.use, path)
+    use = _fill_in(kind.use, path)
     return PathInfo(path, "input", f"a folder of {kind.content}", use, stores)
 
 
-def _stores(path: Path, names: set[str]) -> PathInfo | None:
+def _describe_stores(path: Path, names: set[str]) -> PathInfo | None:
     stores = stores_in(path)
-    info = _collection(path, "stores", stores)
+    info = _describe_collection(path, "stores", stores)
     if info and not set(stores) <= {name for words in SPLITS.values() for name in words}:
         mixture = f"--dataset_path={path} --datasets={','.join(stores)}"
         return replace(info, use=f"training mixes them with {mixture}; else {info.use}")
@@ -551,43 +557,48 @@ def _stores(path: Path, names: set[str]) -> PathInfo | None:
     return info
 
 
-def _checkpoints(path: Path, names: set[str]) -> PathInfo | None:
-    return _collection(
+def _describe_checkpoints(path: Path, names: set[str]) -> PathInfo | None:
+    return _describe_collection(
         path, "checkpoints", [checkpoint.name for checkpoint in list_committed(path)]
     )
 
 
-def _runs(path: Path, names: set[str]) -> PathInfo | None:
-    runs = _folders_within(path, lambda folder: is_run(set(list_names(folder))))
-    return _collection(path, "runs", runs)
+def _describe_runs(path: Path, names: set[str]) -> PathInfo | None:
+    runs = _find_folders(path, lambda folder: is_run(set(list_names(folder))))
+    return _describe_collection(path, "runs", runs)
 
 
-def _collection(path: Path, kind: str, names: list[str]) -> PathInfo | None:
-    """Describes a folder of runs, checkpoints or stores."""
+def _describe_collection(path: Path, kind: str, names: list[str]) -> PathInfo | None:
+    """Describes a folder of runs, checkpoints or stores. names: the names of these in the folder."""
     if not names:
         return None
-    title = f"{KINDS[kind].title} ({_listed(names)})"
-    example = path / (names[-1] if kind == "checkpoints" else names[0])  # the newest one
-    return PathInfo(path, kind, title, f"name one, as in {example}", tuple(names))
+    title = f"{KINDS[kind].title} ({_format_names(names)})"
+    newest_or_first = names[-1] if kind == "checkpoints" else names[0]
+    return PathInfo(path, kind, title, f"name one, as in {path / newest_or_first}", tuple(names))
 
 
-FOLDERS = [  # the first one that a folder matches is its kind
+FOLDERS = [  # the kind of a folder is the first one that fits
     Kind("checkpoint", "a checkpoint", MODEL, names=COMMIT),
-    Kind("run", "a run", describe=_run),
+    Kind("run", "a run", describe=_describe_run),
     Kind("streamed", "a folder of MosaicML's MDS or of litdata", TOKENS, matches=_is_streamed),
     Kind("store", "a token store", "training reads it: --dataset_path={path}", matches=is_store),
     Kind("import", "an unfinished import", RESUME, matches=is_unfinished),
     Kind("dcp", "a folder of torch.distributed.checkpoint", DCP, names=DCP_INDEX),
-    Kind("model", "a model", MODEL, describe=_model),
-    Kind("weights", f"weights without {MODEL_CONFIG}", describe=_weights),
+    Kind("model", "a model", MODEL, describe=_describe_model),
+    Kind("weights", f"weights without {MODEL_CONFIG}", describe=_describe_weights),
     Kind("tokenizer", "a tokenizer", TOKENIZE, names=" ".join(TOKENIZER_FILES[:3])),
     Kind(
         "saved", "a folder that the library datasets saved", IMPORT, "", SAVED_MARKS, content="rows"
     ),
-    Kind("input", "a folder of text or token ids", describe=_input, content="text or token ids"),
-    Kind("stores", "a folder of token stores", describe=_stores),
-    Kind("checkpoints", "a folder of checkpoints", describe=_checkpoints),
-    Kind("runs", "a folder of runs", describe=_runs),
+    Kind(
+        "input",
+        "a folder of text or token ids",
+        describe=_describe_input,
+        content="text or token ids",
+    ),
+    Kind("stores", "a folder of token stores", describe=_describe_stores),
+    Kind("checkpoints", "a folder of checkpoints", describe=_describe_checkpoints),
+    Kind("runs", "a folder of runs", describe=_describe_runs),
 ]
 KINDS = {kind.name: kind for kind in (*FILES, *FOLDERS)}
 
@@ -595,7 +606,7 @@ KINDS = {kind.name: kind for kind in (*FILES, *FOLDERS)}
 def _classify_missing(path: Path) -> PathInfo:
     kept = [checkpoint.name for checkpoint in list_committed(path.parent)]
     if step_of(path.name) is not None and kept:
-        title = f"there is no such checkpoint; its run has {_listed(kept)}"
+        title = f"there is no such checkpoint; its run has {_format_names(kept)}"
         use = f"name one of them, or the run, for the newest: {path.parent.parent}"
         return PathInfo(path, "pruned", title, use, tuple(kept))
     hint = suggest_path(path).removeprefix("; ")
@@ -612,7 +623,7 @@ BESIDE_ROWS = "not part of the saved dataset"
 
 
 class LeftOut(defaultdict[str, list[str]]):
-    """The paths that an import leaves out, by reason."""
+    """The paths that an import leaves out: {reason: paths}."""
 
     def __init__(self) -> None:
         super().__init__(list)
@@ -628,7 +639,7 @@ class LeftOut(defaultdict[str, list[str]]):
 
 @dataclass
 class SavedFile:
-    """The fields that are read of a file's entry in SavedFolder."""
+    """The required fields of a file's entry in SavedFolder."""
 
     HAS_OTHER_FIELDS = True
     filename: FileName
@@ -636,17 +647,17 @@ class SavedFile:
 
 @dataclass
 class SavedFolder:
-    """The fields that are read of state.json in a folder that `datasets` saved."""
+    """The required fields of state.json in a folder that `datasets` saved."""
 
     HAS_OTHER_FIELDS = True
     _data_files: list[SavedFile]
 
 
 def files_below(place: Path, left_out: LeftOut) -> Iterator[Path]:
-    """Yields the file itself, or the files in a folder, in order.
+    """Yields the file at `place`, or all files in the folder at `place` and its subfolders, sorted.
 
-    Links are followed, each folder once. Notes hidden files and this program's own folders in `left_out`. Raises UserError for
-    a folder that can't be listed.
+    Links are followed, but each folder is read only once. Hidden files and this program's own folders are added to `left_out`.
+    Raises UserError for a folder that can't be listed.
     """
     if not is_folder(place):
         yield place
@@ -671,12 +682,12 @@ def files_below(place: Path, left_out: LeftOut) -> Iterator[Path]:
         shown = [name for name in names if not name.startswith(".")]
         remaining += [folder / name for name in reversed(shown) if entries[name]]
         files = [name for name in shown if not entries[name]]
-        for name in _data_files(folder, files, left_out):
+        for name in _select_data_files(folder, files, left_out):
             yield folder / name
 
 
 def _is_ours(folder: Path, names: set[str]) -> bool:
-    """Returns whether a folder is a token store, an import or a run of this program."""
+    """Returns whether a folder is a token store, an import or a run of this program. names: the names in it."""
     if is_run(names) or COMMIT in names:
         return True
     if names.isdisjoint((INDEX, DATASET, PROGRESS)):
@@ -685,12 +696,12 @@ def _is_ours(folder: Path, names: set[str]) -> bool:
 
 
 def _is_dataset(folder: Path) -> bool:
-    """Returns whether an import has made a folder."""
+    """Returns whether a folder is the output of an import."""
     return _json_fields(folder / DATASET).get("format") == DATASET_FORMAT.name
 
 
-def _data_files(folder: Path, names: list[str], left_out: LeftOut) -> list[str]:
-    """Returns the names that can contain data, of the sorted names of files in a folder."""
+def _select_data_files(folder: Path, names: list[str], left_out: LeftOut) -> list[str]:
+    """Returns the names of the files in a folder that can contain data. names: the sorted names of all files in it."""
     is_saved = "state.json" in names and "dataset_info.json" in names
     if is_saved or SAVED_SPLITS in names:
         rows = []
@@ -700,7 +711,7 @@ def _data_files(folder: Path, names: list[str], left_out: LeftOut) -> list[str]:
         others = {*names} - SAVED_FILES - {*rows}
         left_out[BESIDE_ROWS] += [str(folder / name) for name in sorted(others)]
         return sorted(rows)
-    # DataLayout's sizes and fms-fsdp's tables of document counts contain no documents.
+    # The size files of DataLayout and the tables of document counts of fms-fsdp do not contain documents.
     is_meta = folder.name == "meta"
     return [
         name
@@ -712,53 +723,57 @@ def _data_files(folder: Path, names: list[str], left_out: LeftOut) -> list[str]:
 def input_kinds(
     files: list[Path], left_out: LeftOut, format: str = "auto", dtype: str = "auto"
 ) -> dict[Path, Kind]:
-    """Returns the kind of each file that an import reads. Notes the others in `left_out`."""
+    """Returns {file: its kind} for the files that an import reads. Adds the other files to `left_out`."""
     kinds = {file: input_kind(file, format, is_alone=len(files) == 1) for file in files}
     described = {file for file in files if DESCRIPTION.fullmatch(file.name)}
     data = {file: kind for file, kind in kinds.items() if kind and file not in described}
     if format == dtype == "auto" and any(kind.name != "ids" for kind in data.values()):
-        # Next to text and the like, names such as a.bin do not mean token ids.
+        # Next to text or tables, a name such as a.bin does not mean that the file contains token ids.
         data = {file: kind for file, kind in data.items() if kind.name != "ids"}
-    others = {folder for file in data if data[file].name != "text" for folder in file.parents}
-    read = {}
+    other_formats = {
+        folder for file, kind in data.items() if kind.name != "text" for folder in file.parents
+    }
+    chosen = {}
     for file, kind in kinds.items():
-        if file in described and file.parent in others:
+        if file in described and file.parent in other_formats:
             left_out[DESCRIBING].append(str(file))
         elif kind and (file in data or file in described):
-            read[file] = kind
+            chosen[file] = kind
         else:
             left_out[UNKNOWN].append(str(file))
-    return read
+    return chosen
 
 
 # ---------------------------------------------------------------- helpers
 
 
 def stores_in(folder: Path) -> list[str]:
-    """Returns the names of the token stores in a folder, as the setting datasets accepts them."""
-    return _folders_within(folder, lambda place: is_store(split_in(place)))
+    """Returns the names of the token stores in a folder, in the form that the setting `datasets` accepts."""
+    return _find_folders(folder, lambda place: is_store(split_in(place)))
 
 
-def _folders_within(folder: Path, is_wanted: Callable[[Path], bool]) -> list[str]:
-    """Returns the names of the wanted folders in a folder; if there are none, those one level below."""
-    inner = _folders_in(folder)
+def _find_folders(folder: Path, is_wanted: Callable[[Path], bool]) -> list[str]:
+    """Returns the names of the wanted subfolders of a folder. If there are none, returns the wanted folders one level below
+    them, as NAME/NAME."""
+    inner = _list_folders(folder)
     wanted = [name for name in inner if is_wanted(folder / name)]
     if wanted:
         return wanted
-    deeper = [f"{name}/{below}" for name in inner for below in _folders_in(folder / name)]
+    deeper = [f"{name}/{below}" for name in inner for below in _list_folders(folder / name)]
     return [name for name in deeper if is_wanted(folder / name)]
 
 
-def _folders_in(folder: Path) -> list[str]:
+def _list_folders(folder: Path) -> list[str]:
     entries = sorted(list_entries(folder).items())
     return [name for name, is_folder in entries if is_folder and not name.startswith(".")]
 
 
-def _info(path: Path, kind: Kind, use: str = "") -> PathInfo:
-    return PathInfo(path, kind.name, kind.title, use or _filled(kind.use, path))
+def _info_of_kind(path: Path, kind: Kind, use: str = "") -> PathInfo:
+    return PathInfo(path, kind.name, kind.title, use or _fill_in(kind.use, path))
 
 
-def _filled(use: str, path: Path) -> str:
+def _fill_in(use: str, path: Path) -> str:
+    """Replaces the placeholders in Kind.use by the path, its folder, and the commands that import the path or INPUT."""
     folder = path.parent if is_file(path) else path
     return use.format(
         path=path,
@@ -769,17 +784,19 @@ def _filled(use: str, path: Path) -> str:
 
 
 def _json_fields(file: Path, if_damaged: Iterable[str] = ()) -> dict[str, Any]:
-    """Returns the fields of the object in a JSON file; none if it does not exist, and these names if it can't be read."""
+    """Returns the object in a JSON file; an empty dict if the file does not exist or contains another value.
+
+    if_damaged: the names of the fields to return, with None as values, if the file can't be read."""
     try:
         content = json.loads(read_bytes(file))
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, RecursionError):  # reading the model reports it
+    except (OSError, ValueError, RecursionError):  # reading the model will raise an error
         return dict.fromkeys(if_damaged)
     return content if isinstance(content, dict) else {}
 
 
-def _listed(names: Iterable[str]) -> str:
+def _format_names(names: Iterable[str]) -> str:
     names = sorted(names)
     shown = ", ".join(names[-MAX_LISTED:])
     hidden = len(names) - MAX_LISTED

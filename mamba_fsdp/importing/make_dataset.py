@@ -1,13 +1,13 @@
-"""Makes token stores of an input, for get_dataset.py, with any number of processes on any number of machines.
+"""Converts an input to token stores, with one or more processes on one or more machines. get_dataset.py uses it.
 
-    OUT/train/  OUT/validation/        token stores
-    OUT/dataset.json                   the settings that made them; written last
-    OUT/.progress/begun.json           while unfinished: the settings that make them
-    OUT/.progress/1-of-4/              of each part: train/, validation/, tokenizer/ and ...
-    OUT/.progress/1-of-4/state.json    ... how far it is
+    OUT/train/  OUT/validation/        the token stores
+    OUT/dataset.json                   the settings of the import; written last
+    OUT/.progress/begun.json           the settings of an unfinished import
+    OUT/.progress/1-of-4/              the files of one part: train/, validation/, tokenizer/
+    OUT/.progress/1-of-4/state.json    the progress of this part
 
-Each part writes files of its own; the part that ends last merges them (merging.py). The stores' bytes depend on the
-input, the settings and the number of parts, not on whether a process was killed.
+Each part of the work writes its own files. The last part to finish merges them (merging.py). The bytes of the stores depend
+only on the input, the settings and the number of parts, even if a process was killed and resumed.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from mamba_fsdp.data import tokenizer as tokenizers_
+from mamba_fsdp.data import tokenizer as tokenizer_lib
 from mamba_fsdp.data.store import StoreWriter, TokenStore, WriterState
 from mamba_fsdp.data.tokenizer import NoTokenizer, TextTokenizer
 from mamba_fsdp.errors import UserError
@@ -44,9 +44,9 @@ from mamba_fsdp.importing.progress import (
     STATE,
     Pace,
     PartState,
-    records_settings,
-    resolved,
-    state_in,
+    has_settings,
+    read_part_state,
+    resolve_path,
     write_settings,
 )
 from mamba_fsdp.importing.reading import (
@@ -68,39 +68,42 @@ from mamba_fsdp.storage.retry import (
 from mamba_fsdp.storage.threads import in_thread
 from mamba_fsdp.storage.typed_json import write_object
 
-BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters encoded at once
-BATCHES_AHEAD = 2  # one is encoded while the one before becomes an array
-TRAINING_SAMPLE = 32 << 20  # characters of text that a tokenizer is trained on
-SAVE_SECONDS = 10.0  # a kill loses this much work at most
-START = 4096  # characters of a text that tell whether the tokenizer loses some
-SAMPLED_FILES = 64  # the most that a tokenizer's sample comes from
-# Options that have no effect on the stores.
+BATCH_SIZE = (1 << 20) * max(1, len(os.sched_getaffinity(0)) // 4)  # characters to encode at a time
+BATCHES_AHEAD = 2  # one batch is encoded while the previous one is converted to an array
+TRAINING_SAMPLE = 32 << 20  # characters of text to train a tokenizer on
+SAVE_SECONDS = 10.0  # a killed process loses at most this much work
+SAMPLE_LENGTH = 4096  # characters of each text in the sample for check_losses
+SAMPLED_FILES = 64  # the maximal number of files in a sample
+# Options that do not affect the stores.
 NOT_RECORDED = ("format", "part", "overwrite", "skip_unreadable", "lossy_tokenizer")
 IN_USE = "wait for it, or choose another folder"
 
 
 def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
-    """Makes token stores in OUT of an input, as the options demand; resumes what earlier calls left.
+    """Converts an input to token stores in the folder `out`. Resumes the work of earlier calls.
 
-    Returns whether OUT is complete; it is not while other parts have yet to end. Raises UserError for bad input, and
-    for files that can't be written.
+    Returns whether `out` is complete. It is not complete until all parts have finished. Raises UserError if the input can't be
+    read or the output can't be written.
     """
     out = Path(out)
     left_out = LeftOut()
     files = find_files(input, options, left_out)
     settings = {name: value for name, value in asdict(options).items() if name not in NOT_RECORDED}
     settings["input"] = describe(files)
-    settings["tokenizer"] = resolved(options.tokenizer)
+    settings["tokenizer"] = resolve_path(options.tokenizer)
     try:
         _prepare(out, options.overwrite)
         if _is_complete(out, settings):
             return True
         if input == "builtin":
-            print(f"making {out} from the source of a Python library, for a first try", flush=True)
+            print(
+                f"making {out} from the source files of Python's standard library, for a first try",
+                flush=True,
+            )
         return _Part(out, files, left_out, options, settings).run()
     except OSError as error:
         raise UserError(
-            f"{out}: can't be written ({error.strerror}); fix that, then the same command resumes"
+            f"{out}: can't be written ({error.strerror}); fix this, then run the same command to resume"
         ) from error
     except KeyboardInterrupt:
         print(f"\n{out} is unfinished; the same command resumes from here", file=sys.stderr)
@@ -108,8 +111,9 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
 
 
 def _prepare(out: Path, overwrite: bool) -> None:
-    """Makes OUT, and removes an earlier dataset in it if asked to. Raises UserError if OUT contains something else, or an
-    import that is running."""
+    """Creates the folder `out`. With `overwrite`, removes an earlier dataset in it.
+
+    Raises UserError if the folder contains other files, or if an import into it is running."""
     make_folder(out, parents=True)
     is_dataset = exists(out / DATASET) or exists(out / PROGRESS)
     if not is_dataset and list_names(out):
@@ -122,17 +126,17 @@ def _prepare(out: Path, overwrite: bool) -> None:
             lease.acquire(print, IN_USE)
         for name in ("train", "validation", "test", PROGRESS):
             delete(out / name)
-        # Last: after a kill before this, it shows that the rest is a dataset.
+        # This file is removed last. If the process is killed earlier, the file shows that the folder is a dataset.
         retry_io(partial((out / DATASET).unlink, missing_ok=True), out)
 
 
 def _is_complete(out: Path, settings: dict[str, Any]) -> bool:
-    """Returns whether OUT contains all that these settings make. Raises UserError if it was made with other settings."""
-    if not records_settings(out / DATASET, settings):
+    """Returns whether `out` is a complete dataset. Raises UserError if it was made with other settings."""
+    if not has_settings(out / DATASET, settings):
         return False
     for name in stores_in(out):
         TokenStore(out / name)
-    # A process that was killed just before its end left it.
+    # A process that was killed just before its end can have left this folder.
     delete(out / PROGRESS)
     print(f"{out} is complete already; nothing to do")
     return True
@@ -140,17 +144,17 @@ def _is_complete(out: Path, settings: dict[str, Any]) -> bool:
 
 @dataclass
 class _Part:
-    """One part of the work, and the merge if all other parts have ended."""
+    """One part of the work. If it is the last one to finish, it also merges all parts."""
 
     out: Path
-    files: list[InputFile]  # the files of the whole input
+    files: list[InputFile]  # all files of the input
     left_out: LeftOut
     options: DatasetConfig
     settings: dict[str, Any]
 
     def __post_init__(self) -> None:
         self.number, self.count = self.options.part_of()
-        self.begun = {**self.settings, "parts": self.count}  # what BEGUN records
+        self.begun = {**self.settings, "parts": self.count}  # the content of the file BEGUN
         self.share = Share.of_part(self.files, self.number, self.count)
         progress = self.out / PROGRESS
         self.folders = [progress / f"{part}-of-{self.count}" for part in range(self.count)]
@@ -165,7 +169,7 @@ class _Part:
         self.writers: dict[str, StoreWriter] = {}
 
     def run(self) -> bool:
-        """Runs this part. Returns whether all parts have ended."""
+        """Runs this part. Returns whether all parts have finished."""
         make_folder(self.folder, parents=True)
         lease = Lease(self.out / PROGRESS / f"{self.folder.name}.lease")
         lease.acquire(print, IN_USE)
@@ -176,37 +180,37 @@ class _Part:
             tokenizer = self._tokenizer(has_begun)
             self.begun["tokenizer_identity"] = tokenizer.identity
             self._has_begun()
-            self.state = state_in(self.folder)
+            self.state = read_part_state(self.folder)
             if not self.state.finished:
                 self._tokenize(tokenizer, lease)
-        states = [state_in(folder) for folder in self.folders]
+        states = [read_part_state(folder) for folder in self.folders]
         unfinished = [str(number) for number, state in enumerate(states) if not state.finished]
         if not unfinished:
             self._merge(states, tokenizer)
             return True
-        if _is_complete(self.out, self.settings):  # another part that ended just now has merged
+        if _is_complete(self.out, self.settings):  # another part has merged them in the meantime
             return True
         print(
-            f"part {self.number} is finished; to complete {self.out}, these have to finish: {', '.join(unfinished)}"
+            f"part {self.number} is finished; to complete {self.out}, these parts have to finish: {', '.join(unfinished)}"
         )
         return False
 
     def _has_begun(self) -> bool:
-        """Returns whether an import with these settings has saved something in OUT. Raises UserError if one with others
-        has."""
-        return records_settings(
+        """Returns whether an import with these settings has already saved its progress. Raises UserError if an import with
+        other settings has."""
+        return has_settings(
             self.out / BEGUN,
             self.begun,
-            "the command that began it resumes it if the input and the tokenizer are as they were; to begin anew, "
+            "the command that began it resumes it if the input and the tokenizer have not changed; to start again, "
             f"remove {self.out}, or give --overwrite",
         )
 
     def _merge(self, states: list[PartState], tokenizer: TextTokenizer) -> None:
-        """Merges all parts, or waits until another part's process has done it."""
+        """Merges all parts, or waits until the process of another part has merged them."""
         lease = Lease(self.out / PROGRESS / "merge.lease")
         with contextlib.closing(lease):
             while not exists(self.out / DATASET):
-                # The other process removes the lease's folder at its end.
+                # The other process removes the folder of the lease at its end.
                 with contextlib.suppress(FileNotFoundError):
                     if lease.try_acquire():
                         break
@@ -220,46 +224,46 @@ class _Part:
             delete(self.out / PROGRESS)
 
     def _tokenizer(self, has_begun: bool) -> TextTokenizer:
-        """Returns the tokenizer that the options ask for. One that is trained is saved in the part's folder; each part
-        trains an equal one."""
+        """Returns the tokenizer that the options select. A trained tokenizer is saved in the folder of the part. All parts train
+        equal tokenizers."""
         options = self.options
         if options.tokenizer == "none":
             return NoTokenizer(options.eos_token, options.vocab_size)
-        size = tokenizers_.training_size(options.tokenizer)
+        size = tokenizer_lib.parse_training_size(options.tokenizer)
         if size:
             return self._trained_tokenizer(size, has_begun)
-        tokenizer = tokenizers_.load(options.tokenizer, options.eos_token)
-        for line in (tokenizer.without_dropout(), tokenizer.settle_bos(options.bos)):
+        tokenizer = tokenizer_lib.load(options.tokenizer, options.eos_token)
+        for line in (tokenizer.disable_dropout(), tokenizer.configure_bos(options.bos)):
             if line:
                 print(line, flush=True)
-        check_losses(tokenizer, _starts(self.files, options), options.lossy_tokenizer)
+        check_losses(tokenizer, _sample_starts(self.files, options), options.lossy_tokenizer)
         return tokenizer
 
     def _trained_tokenizer(self, size: int, has_begun: bool) -> TextTokenizer:
-        """Returns a tokenizer that is trained on a sample of the input, or the one that this import has trained before."""
-        eos_token = self.options.eos_token or tokenizers_.END_OF_TEXT
+        """Trains a tokenizer on a sample of the input, or loads the one that this import has trained before."""
+        eos_token = self.options.eos_token or tokenizer_lib.END_OF_TEXT
         folder = self.folder / "tokenizer"
         if not has_begun or not exists(folder / "tokenizer.json"):
             print(f"training a tokenizer of {size} tokens on a sample of the text", flush=True)
             files = [file for file in self.files if file.store == "train"]
-            # The library ignores Ctrl-C, so it gets a thread of its own.
+            # The library ignores Ctrl-C. Therefore it runs in another thread.
             training = in_thread(
-                tokenizers_.train, _training_texts(files, self.options), size, eos_token
+                tokenizer_lib.train, _training_texts(files, self.options), size, eos_token
             )
             while not training.done():
                 wait([training], timeout=0.2)
             training.result().save(folder)
-        return tokenizers_.load(str(folder / "tokenizer.json"), eos_token)
+        return tokenizer_lib.load(str(folder / "tokenizer.json"), eos_token)
 
     def _tokenize(self, tokenizer: TextTokenizer, lease: Lease) -> None:
-        """Reads this part's share of the input and writes its stores, starting from `state`."""
+        """Reads this part's share of the input, from the position in `state` on, and writes it to the stores."""
         state = self.state
         for name in self.stores:
             written = state.stores.setdefault(name, WriterState())
             self.writers[name] = writer_of(self.folder / name, tokenizer, self.options, written)
         self.share.unreadable = state.unreadable
         pace = Pace(self.share.files)
-        # Readers of token ids know the eos by its id alone.
+        # The readers of token ids need the eos as an id.
         options = replace(
             self.options, eos_token=str(tokenizer.eos), vocab_size=tokenizer.vocab_size
         )
@@ -297,7 +301,8 @@ class _Part:
             console.clear()
 
     def _write(self, batch: DocumentBatch, tokens: np.ndarray, tokenizer: TextTokenizer) -> None:
-        """Distributes the documents of a batch over the stores. tokens: (n,), each eos ends a document."""
+        """Distributes the documents of a batch among the stores. tokens: (n,), the tokens of the batch; each eos ends a
+        document."""
         state = self.state
         state.position = batch.position
         state.counts = dict(Counter(state.counts) + batch.counts)
@@ -328,14 +333,14 @@ class _Part:
         state.open_tokens = 0 if is_end[-1] else int(len(tokens) - last)
 
     def _append(self, store: str, tokens: np.ndarray) -> None:
-        """Appends tokens to a store, and ends the document that another store has begun."""
+        """Appends tokens to a store. If the last document of another store has not ended, ends it."""
         for name, writer in self.writers.items():
             if name != store and writer.whole and writer.state.open_tokens:
                 writer.append([writer.eos])
         self.writers[store].append(tokens)
 
     def _save(self, lease: Lease) -> None:
-        """Makes what was written durable, then records it in the state."""
+        """Flushes the stores to the disk, then saves the state."""
         for writer in self.writers.values():
             writer.flush()
         lease.check()
@@ -347,21 +352,22 @@ class _Part:
 def encode(
     batches: Iterable[DocumentBatch], tokenizer: TextTokenizer, options: DatasetConfig
 ) -> Iterator[tuple[DocumentBatch, np.ndarray]]:
-    """Yields (batch, its ids (n,) int64). Raises UserError for text without a tokenizer."""
+    """Yields (batch, the token ids of its documents (n,) int64). Raises UserError if the input contains text, but there is no
+    tokenizer."""
     ahead: deque[Future] = deque()
     threads = ThreadPoolExecutor(BATCHES_AHEAD)
     try:
         for batch in batches:
-            ahead.append(threads.submit(_encoded, batch, tokenizer, options))
+            ahead.append(threads.submit(_encode_batch, batch, tokenizer, options))
             if len(ahead) > BATCHES_AHEAD:
                 yield ahead.popleft().result()
         for future in ahead:
             yield future.result()
-    finally:  # does not wait for the threads, so that Ctrl-C ends at once
+    finally:  # do not wait for the threads, so that Ctrl-C takes effect immediately
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _encoded(
+def _encode_batch(
     batch: DocumentBatch, tokenizer: TextTokenizer, options: DatasetConfig
 ) -> tuple[DocumentBatch, np.ndarray]:
     texts = [each.content for each in batch.documents if isinstance(each.content, str)]
@@ -373,18 +379,20 @@ def _encoded(
         ids = document.content
         if isinstance(ids, str):
             ids = np.array(next(encoded), dtype=np.uint32)
-            # A vocabulary can contain the eos as a plain token: it must not cut the document.
+            # If the vocabulary contains the eos as an ordinary token, the text can contain it. It must not end the document.
             ids = ids[ids != tokenizer.eos]
         elif adds_eos:
-            ids = _stripped(ids, document, separators)
+            ids = _strip_separators(ids, document, separators)
         pieces.append(ids)
         if document.ends and adds_eos:
             pieces.append(np.array([tokenizer.eos]))
     return batch, np.concatenate(pieces)
 
 
-def _stripped(ids: np.ndarray, document: Document, separators: list[int | None]) -> np.ndarray:
-    """Returns a document's ids without the separators at its ends."""
+def _strip_separators(
+    ids: np.ndarray, document: Document, separators: list[int | None]
+) -> np.ndarray:
+    """Returns `ids` without separators at the beginning and the end of the document. ids: the ids of a part of it."""
     start = 0
     end = len(ids)
     while document.begins and start < end and ids[start] in separators:
@@ -395,7 +403,7 @@ def _stripped(ids: np.ndarray, document: Document, separators: list[int | None])
 
 
 def _training_texts(files: list[InputFile], options: DatasetConfig) -> Iterator[str]:
-    """Yields the texts that a tokenizer is trained on. Raises UserError for token ids."""
+    """Yields the texts to train a tokenizer on. Raises UserError if the input contains token ids."""
     for content in _sample(files, options, TRAINING_SAMPLE):
         if not isinstance(content, str):
             raise UserError(
@@ -405,16 +413,16 @@ def _training_texts(files: list[InputFile], options: DatasetConfig) -> Iterator[
         yield content
 
 
-def _starts(files: list[InputFile], options: DatasetConfig) -> Iterator[str]:
-    """Yields the starts of some texts."""
-    for content in _sample(files, options, SAMPLED_FILES * START):
+def _sample_starts(files: list[InputFile], options: DatasetConfig) -> Iterator[str]:
+    """Yields the beginnings of some texts."""
+    for content in _sample(files, options, SAMPLED_FILES * SAMPLE_LENGTH):
         if isinstance(content, str):
-            yield content[:START]
+            yield content[:SAMPLE_LENGTH]
 
 
 def _sample(files: list[InputFile], options: DatasetConfig, size: int) -> Iterator[Any]:
-    """Yields texts or token ids, about `size` characters or tokens, from up to SAMPLED_FILES files of the whole breadth of
-    a larger input."""
+    """Yields texts or token ids from the input, about `size` characters or tokens in total. They come from up to SAMPLED_FILES
+    files, evenly spread over the input, unless the input is smaller than `size`."""
     groups = [files]
     if describe(files).get("bytes", 0) > size:
         count = min(len(files), SAMPLED_FILES)

@@ -1,7 +1,7 @@
-"""Makes token stores of the files that all parts have written.
+"""Combines the files that all parts have written into token stores.
 
-The files are moved, not copied. If the process is killed, the next one starts over: the inputs of the merge stay until
-dataset.json is written.
+The files are moved, not copied. If the process is killed, the next process repeats the merge: the states of the parts are kept
+until dataset.json has been written.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ from mamba_fsdp.storage.retry import delete, list_names, make_folder, move
 from mamba_fsdp.storage.typed_json import FileName
 from mamba_fsdp.text import format_count
 
-LEAST = 32  # tokens of a validation store
-MAX_COMPARED = 1_000_000  # documents
+MIN_VALIDATION_TOKENS = 32
+MAX_COMPARED = 1_000_000  # documents among which duplicates are counted
 DUPLICATES = "exact duplicates"
 EMPTY = "empty documents"
-SKIPPED_FILES = "that can't be read, from the first fault on"
+SKIPPED_FILES = "that can't be read, from the first error on"
 
 
 def writer_of(
     folder: Path, tokenizer: TextTokenizer, options: DatasetConfig, state: WriterState
 ) -> StoreWriter:
-    """Returns the writer of a store, or of one part's share of it. It resumes from `state`."""
-    assert tokenizer.eos is not None  # loading refuses a tokenizer without one
+    """Returns a writer of a store, or of one part's share of it, that resumes from `state`."""
+    assert tokenizer.eos is not None  # a tokenizer without an eos can't be loaded
     return StoreWriter(
         folder,
         tokenizer.vocab_size,
@@ -54,9 +54,10 @@ def merge(
     settings: dict[str, Any],
     left_out: LeftOut,
 ) -> None:
-    """Writes the stores in `out` and dataset.json, and prints what was left out. parts: each part's folder and state.
-    Raises UserError if there is no text, or too little for a validation store."""
-    # {store: (the folder of the part, an entry in the index) for each file}
+    """Writes the stores in `out` and dataset.json, and prints what was left out.
+
+    parts: the folder and the state of each part. Raises UserError if there is no text, or too little for validation."""
+    # {store: [(folder of the part, entry in the index) of each file]}
     files: dict[str, list[tuple[Path, StoreFile]]] = {}
     unreadable: dict[str, str] = {}
     counts: Counter[str] = Counter()
@@ -67,21 +68,21 @@ def merge(
             of_part = [(folder / name, entry) for entry in written.files]
             files[name] = files.get(name, []) + of_part
     tokens = {name: sum(entry.tokens for _, entry in written) for name, written in files.items()}
-    least: float = LEAST
+    smallest: float = MIN_VALIDATION_TOKENS
     if not any(tokens.values()):
         raise UserError("the input contains no text")
     if options.splits == "held_out" and "validation" in tokens:
         wanted = options.validation_fraction * sum(tokens.values())
-        least = min(wanted, tokens["validation"])
-    if least < LEAST or not tokens.get("train"):
+        smallest = min(wanted, tokens["validation"])
+    if smallest < MIN_VALIDATION_TOKENS or not tokens.get("train"):
         raise UserError(
-            f"{format_count(sum(tokens.values()), 'token')} are too few to hold out {options.validation_fraction:.3g} of them "
-            "for validation; give --overwrite --validation_fraction=0"
+            f"the input has {format_count(sum(tokens.values()), 'token')}, too few to hold out {options.validation_fraction:.3g} "
+            "of them for validation; give --overwrite --validation_fraction=0"
         )
     stores = []
     for name in files:
         path = out / name
-        # A process that was killed while it wrote them left these.
+        # A process that was killed during a merge can have left temporary files.
         for folder in (out, path, path / "tokenizer"):
             for temporary in list_names(folder):
                 if temporary.endswith(".tmp"):
@@ -103,7 +104,7 @@ def merge(
 
 
 def _report(left_out: LeftOut, counts: Counter[str], faults: list[str]) -> None:
-    """Prints what was left out, and what was kept though it is seldom wanted. faults: of records."""
+    """Prints what was left out, and which kept content is usually not wanted. faults: the problems of unreadable records."""
     for line in left_out.lines():
         print(line)
     for reason in (SKIPPED, EMPTY):
@@ -118,7 +119,7 @@ def _report(left_out: LeftOut, counts: Counter[str], faults: list[str]) -> None:
 
 
 def _count_duplicates(stores: list[TokenStore]) -> int:
-    """Returns how many of the first MAX_COMPARED documents have the same tokens as an earlier one."""
+    """Counts documents that have the same tokens as an earlier document, among the first MAX_COMPARED documents."""
     seen = set()
     compared = 0
     for store in stores:
@@ -132,13 +133,13 @@ def _count_duplicates(stores: list[TokenStore]) -> int:
 
 
 def _move_into(store: Path, files: list[tuple[Path, StoreFile]]) -> list[StoreFile]:
-    """Moves the files into the store, under new numbers. Returns their entries in its index."""
+    """Moves the files into the store, with consecutive numbers as names. Returns their entries in the index of the store."""
     make_folder(store, parents=True)
     entries = []
     for number, (folder, entry) in enumerate(files):
         name = FileName(f"{number:05d}")
         entries.append(replace(entry, name=name))
         for suffix in ("bin", "doc"):
-            with contextlib.suppress(FileNotFoundError):  # an earlier process moved it
+            with contextlib.suppress(FileNotFoundError):  # a process that was killed has moved it
                 move(folder / f"{entry.name}.{suffix}", store / f"{name}.{suffix}")
     return entries

@@ -1,4 +1,4 @@
-"""Records how far get_dataset.py is and with which settings."""
+"""Records the progress and the settings of an import."""
 
 import datetime
 import itertools
@@ -24,34 +24,34 @@ START_AGAIN = "start again with --overwrite, or remove it by hand"
 
 @dataclass
 class PartState:
-    """The progress of a part. Saved when its stores are flushed, so that another process can resume from it."""
+    """The progress of one part of an import. It is saved after the stores are flushed, so that another process can resume."""
 
-    HAS_OTHER_FIELDS = True  # earlier versions had some
+    HAS_OTHER_FIELDS = True  # earlier versions of this program wrote more fields
     position: Position = BEGINNING  # the position in the input
-    tokens: int = 0  # the tokens of all documents, counted if some are held out
-    open_tokens: int = 0  # the tokens of the last document, if it continues
-    empty: int = 0  # documents without a token, left out
-    counts: dict[str, int] = field(default_factory=dict)  # see reading.py
-    fault: str = ""  # the fault of the first record that is left out
+    # The number of tokens of all documents. It is only counted if some documents are held out.
+    tokens: int = 0
+    open_tokens: int = 0  # the number of tokens of the last document if it has not ended
+    empty: int = 0  # the number of documents without a token, which are left out
+    counts: dict[str, int] = field(default_factory=dict)  # see DocumentBatch.counts
+    fault: str = ""  # the problem of the first record that was left out
     stores: dict[str, WriterState] = field(default_factory=dict)
     finished: bool = False
-    unreadable: dict[str, str] = field(default_factory=dict)  # {a file that is left out: its fault}
+    unreadable: dict[str, str] = field(default_factory=dict)  # {file that was left out: problem}
 
 
 class Pace:
-    """Estimates which share of the files is read, and how long the rest will take."""
+    """Estimates the share of the files that has been read, and the remaining time."""
 
     def __init__(self, files: list[InputFile]) -> None:
         self.files = files
         sizes = [size_of(Path(file.name)) for file in files]
         self.ends = list(itertools.accumulate(sizes, initial=0))
-        self.first: tuple[float, float] | None = (
-            None  # the first call's moment, and bytes read then
-        )
+        # (time, bytes read) at the first call of `describe`
+        self.first: tuple[float, float] | None = None
 
     def describe(self, number: int) -> str:
-        """Returns the share that is read, and the time left, while file `number` is being read; "" if no sizes are
-        known."""
+        """Formats the share that has been read and the remaining time; "" if the sizes are not known. number: the index of the
+        file that is being read."""
         total = self.ends[-1]
         if not total:
             return ""
@@ -68,8 +68,8 @@ class Pace:
         return text
 
 
-def state_in(folder: Path) -> PartState:
-    """Returns how far the part in `folder` is. Raises UserError if its file is damaged."""
+def read_part_state(folder: Path) -> PartState:
+    """Returns the progress of the part in `folder`. Raises UserError if the file with it is damaged."""
     try:
         return read_object(folder / STATE, PartState, START_AGAIN)
     except FileNotFoundError:
@@ -80,13 +80,15 @@ def write_settings(path: Path, settings: dict[str, Any]) -> None:
     write_object(path, {**DATASET.header(), **settings})
 
 
-def records_settings(
+def has_settings(
     path: Path,
     settings: dict[str, Any],
     remedy: str = "choose another folder, or give --overwrite",
 ) -> bool:
-    """Returns whether the file exists and records these settings. Raises UserError with `remedy` at its end if it records
-    others. Ignores settings that an earlier version did not have."""
+    """Returns whether the file at `path` exists. It must contain these settings, except for settings that are missing because
+    an earlier version of this program did not have them.
+
+    remedy: the end of the error message. Raises UserError if a setting has another value."""
     try:
         recorded = read_object(path, dict[str, Any], START_AGAIN, DATASET)
     except FileNotFoundError:
@@ -94,7 +96,7 @@ def records_settings(
     for name, value in settings.items():
         before = recorded.get(name, value)
         if name == "tokenizer":
-            before = resolved(before)
+            before = resolve_path(before)
         if before != value:
             raise UserError(
                 f"{path}: made with other settings: {_difference(name, before, value)}; {remedy}"
@@ -102,13 +104,13 @@ def records_settings(
     return True
 
 
-def resolved(name: str) -> str:
-    """Returns the path of a file or folder in its one spelling; another name as it is."""
+def resolve_path(name: str) -> str:
+    """Returns the absolute path, without links, of an existing file or folder. Returns any other name unchanged."""
     return os.path.realpath(name) if exists(name) else name
 
 
 def _difference(name: str, before: Any, now: Any) -> str:
-    """Describes how a setting differs, or the input as `describe` gives it."""
+    """Describes the difference between two values of a setting, or between two descriptions of the input (see `describe`)."""
     if not isinstance(now, dict) or not isinstance(before, dict):
         return f"{name} was {format_value(before)} and is {format_value(now)}"
     parts = [

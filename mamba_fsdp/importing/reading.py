@@ -1,4 +1,4 @@
-"""Reads the input's files as batches of documents: texts or arrays of token ids."""
+"""Reads the files of the input as batches of documents. A document is a text or an array of token ids."""
 
 import time
 from collections import Counter
@@ -7,37 +7,35 @@ from dataclasses import dataclass, field
 
 from mamba_fsdp.errors import StorageError, UserError, first_line
 from mamba_fsdp.importing import text_files
-from mamba_fsdp.importing.compression import peeked, unpacked
+from mamba_fsdp.importing.compression import decompress, peek_head
 from mamba_fsdp.importing.inputs import Document, Fault, InputFile
 from mamba_fsdp.importing.kinds import reader_of
-from mamba_fsdp.importing.text_files import NulByte, check_head, fault_in
+from mamba_fsdp.importing.text_files import NulByte, check_head, find_invalid_byte
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.retry import is_file, open_with_retries
 
-MAX_REASON = 700  # characters
-SECONDS_OF_CHECKING = (
-    60.0  # the limit for checking files before any is encoded; a GB takes about one second
-)
+MAX_REASON = 700  # characters of another library's error message
+CHECK_SECONDS = 60.0  # the time limit of check_content; a GB takes about one second
 SKIP = "--skip_unreadable=true skips records and files that can't be read"
 TEXTS = ("text", "json", "csv")
 TABLES = ("parquet", "arrow")
-# What a batch counts besides documents.
+# Keys of DocumentBatch.counts.
 SKIPPED = "records that can't be read"
 LINE_ENDS = "line ends in CRLF"
 MARKS = "byte order marks"
 
 
 class UnreadableFile(UserError):
-    """The error if a file of the input, or a record in it, can't be read; its message names the file."""
+    """The error for a file of the input, or for a record in it, that can't be read. The message names the file."""
 
 
 @dataclass(frozen=True)
 class Position:
     """A reader's position in the input."""
 
-    file: int = 0  # the number of the file that is being read
-    row: int = 0  # documents and faults read of that file, or stretches of long documents
-    documents: int = 0  # documents of all files, if read to their ends
+    file: int = 0  # the index of the file that is being read
+    row: int = 0  # the number of items (Documents and Faults) that have been read from this file
+    documents: int = 0  # the number of documents in all files that have been read to their end
 
 
 BEGINNING = Position()
@@ -45,29 +43,29 @@ BEGINNING = Position()
 
 @dataclass
 class DocumentBatch:
-    """Consecutive documents, all for one store."""
+    """Consecutive documents for the same store."""
 
-    position: Position  # the one after the last document that was read
+    position: Position  # the position after the last item that was read
     store: str
     documents: list[Document] = field(default_factory=list)
-    size: int = 0  # characters or tokens
-    counts: Counter[str] = field(default_factory=Counter)
-    fault: str = ""  # the first one
+    size: int = 0  # the number of characters or tokens in them
+    counts: Counter[str] = field(default_factory=Counter)  # {SKIPPED, LINE_ENDS or MARKS: count}
+    fault: str = ""  # the problem of the first record that was skipped
 
 
 @dataclass
 class Share:
-    """The share of one part of the work: each `stride`-th document of its files, from number `first` on."""
+    """The share of one part of the work: every `stride`-th document of the files, beginning with document `first`."""
 
     files: list[InputFile]
     first: int = 0
     stride: int = 1
-    unreadable: dict[str, str] = field(default_factory=dict)  # {a file that is left out: its fault}
+    unreadable: dict[str, str] = field(default_factory=dict)  # {file that was left out: problem}
 
     @classmethod
     def of_part(cls, files: list[InputFile], number: int, count: int) -> "Share":
-        """Returns the share of part `number` of `count`: some of the files or, if they are fewer, some documents of
-        all."""
+        """Returns the share of part `number` of `count`. It consists of some of the files, or of some documents of all files if
+        there are fewer files than parts."""
         if count > len(files):
             return cls(files, number, count)
         start = number * len(files) // count
@@ -80,8 +78,8 @@ def read_batches(
 ) -> Iterator[DocumentBatch]:
     """Yields batches of about `size` characters or tokens.
 
-    start: the position of an earlier batch, to resume after it. A file or a record that can't be read raises
-    UnreadableFile, or with skip_unreadable is counted.
+    start: the position of an earlier batch, to resume after it. Raises UnreadableFile for a file or a record that can't be
+    read. With options.skip_unreadable, it is counted instead.
     """
     documents = start.documents
     batch = None
@@ -98,7 +96,7 @@ def read_batches(
         is_in_share = documents % share.stride == share.first
         if is_in_share:
             batch.counts[MARKS] += file.has_mark and row == 1
-            _add(batch, document, file)
+            _add_document(batch, document, file)
         if isinstance(document, Document):
             documents += document.ends
         batch.position = Position(number, row, documents)
@@ -106,7 +104,7 @@ def read_batches(
         yield batch
 
 
-def _add(batch: DocumentBatch, document: Document | Fault, file: InputFile) -> None:
+def _add_document(batch: DocumentBatch, document: Document | Fault, file: InputFile) -> None:
     if isinstance(document, Fault):
         batch.counts[SKIPPED] += 1
         batch.fault = batch.fault or f"{file.name}: {document.reason}"
@@ -120,21 +118,21 @@ def _add(batch: DocumentBatch, document: Document | Fault, file: InputFile) -> N
 def _documents(
     share: Share, options: DatasetConfig, first: int
 ) -> Iterator[tuple[tuple[int, int], Document | Fault]]:
-    """Yields ((the file's number, the document's number in it from 1), the document), from file `first` on."""
+    """Yields ((index of the file, number of the item in the file, from 1), item), beginning with file `first`."""
     for number, file in enumerate(share.files[first:], first):
         row = 0
         document: Document | Fault = Document("")
         try:
             for row, document in enumerate(_documents_of(file, options), 1):
                 if isinstance(document, Fault) and not options.skip_unreadable:
-                    # If records before it were read, the column is right.
+                    # If earlier records could be read, advice about the column would be wrong.
                     raise _unreadable(file, document.reason, SKIP if row > 1 else document.advice)
                 yield (number, row), document
         except UnreadableFile as error:
             if not options.skip_unreadable:
                 raise
             share.unreadable[file.name] = str(error).removesuffix(f"; {SKIP}")
-            # The next file's first document must not continue this one.
+            # End this document. Otherwise the first document of the next file would continue it.
             if isinstance(document, Document) and not document.ends:
                 yield (number, row + 1), Document(document.content[:0], begins=False)
 
@@ -146,13 +144,13 @@ def _documents_of(file: InputFile, options: DatasetConfig) -> Iterator[Document 
         if file.kind in TABLES:
             _check_head(file)
         for document in reader(file, options):
-            yield _checked(document, options.vocab_size)
+            yield _check_document(document, options.vocab_size)
     except StorageError:
         raise
-    except Exception as error:  # the libraries raise whatever a file runs into
+    except Exception as error:  # the libraries can raise any exception
         reason = getattr(error, "strerror", None) or first_line(error)[:MAX_REASON]
         if isinstance(error, (NulByte, UnicodeDecodeError)):
-            reason = fault_in(file.name, options.encoding)
+            reason = find_invalid_byte(file.name, options.encoding)
         raise _unreadable(file, reason) from error
 
 
@@ -165,12 +163,12 @@ def _unreadable(file: InputFile, reason: str, advice: str = "") -> UnreadableFil
 
 
 def check_content(files: list[InputFile], encoding: str) -> None:
-    """Raises UnreadableFile for a file that is something else than its name suggests, or text in another encoding.
+    """Raises UnreadableFile for a file whose content contradicts its name, and for text in another encoding.
 
-    Reading finds that too, but in a large file after hours of encoding. Compressed files, token ids, and files that can't
-    be checked within a minute are left to reading.
+    Reading the files finds these problems too, but possibly only after hours of encoding. Compressed files, token ids, and
+    files that are not reached within CHECK_SECONDS are not checked here.
     """
-    deadline = time.monotonic() + SECONDS_OF_CHECKING
+    deadline = time.monotonic() + CHECK_SECONDS
     for file in files:
         if file.kind not in (*TEXTS, *TABLES) or not is_file(file.name):
             continue
@@ -178,7 +176,7 @@ def check_content(files: list[InputFile], encoding: str) -> None:
         try:
             is_compressed = _check_head(file)
             if file.kind in TEXTS and not is_compressed:
-                reason = fault_in(file.name, encoding, deadline)
+                reason = find_invalid_byte(file.name, encoding, deadline)
         except StorageError:
             raise
         except Exception as error:
@@ -190,26 +188,27 @@ def check_content(files: list[InputFile], encoding: str) -> None:
 
 
 def _check_head(file: InputFile) -> bool:
-    """Returns whether a file is compressed. Raises ValueError if it is something else than its name suggests."""
+    """Returns whether a file is compressed. Raises ValueError if its content contradicts its name."""
     with open_with_retries(file.name) as stored:
-        stream = unpacked(stored) if file.kind in TEXTS else stored
-        check_head(file.kind, peeked(stream))
+        stream = decompress(stored) if file.kind in TEXTS else stored
+        check_head(file.kind, peek_head(stream))
         return stream is not stored
 
 
-def _checked(document: Document | Fault, vocab_size: int) -> Document | Fault:
-    """Returns the document, emptied if it is only white space, or a fault if it is too long. Raises ValueError for token
-    ids outside the vocabulary, if that is known."""
+def _check_document(document: Document | Fault, vocab_size: int) -> Document | Fault:
+    """Returns the document. Returns an empty Document if it is only white space, and a Fault if it is too long.
+
+    vocab_size: 0 if it is not known. Raises ValueError for token ids outside of the vocabulary."""
     if isinstance(document, Fault):
         return document
     content = document.content
     if isinstance(content, str):
-        if len(content) > text_files.LONGEST_TEXT:
-            return Fault(text_files.too_long())
+        if len(content) > text_files.MAX_TEXT_LENGTH:
+            return Fault(text_files.too_long_message())
         return Document("") if content.isspace() else document
     if vocab_size and len(content) and not 0 <= content.min() <= content.max() < vocab_size:
         raise ValueError(
-            f"token ids from {content.min()} to {content.max()}, but the vocabulary has {vocab_size}; name the tokenizer "
-            "that made them with --tokenizer"
+            f"token ids from {content.min()} to {content.max()}, but the vocabulary has {vocab_size} tokens; name the tokenizer "
+            "that made the ids with --tokenizer"
         )
     return document

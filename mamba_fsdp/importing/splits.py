@@ -1,4 +1,4 @@
-"""Decides from the names of an input's files which of them train and which validate, and finds missing parts of a set."""
+"""Finds the splits of an input by the names of its files, and finds missing parts of numbered sets of files."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from mamba_fsdp.importing.compression import without_ending
+from mamba_fsdp.importing.compression import strip_compression
 from mamba_fsdp.importing.kinds import SAVED_SPLITS, SPLITS
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.retry import is_file
@@ -20,17 +20,17 @@ PART = re.compile(r"(.*?)(\d+)([-_]of[-_])(\d+)(.*)")  # matches train-00000-of-
 class SplitName(NamedTuple):
     """The split that the name of a file or folder contains."""
 
-    split: str  # a key of SPLITS, or empty
-    rest: tuple[str, ...]  # all parts of the name that are letters, with "" for the split
+    split: str  # a key of SPLITS, or ""
+    rest: tuple[str, ...]  # all words of the name; "" takes the place of the split
 
 
 def splits_of(files: list[Path], root: Path, options: DatasetConfig) -> list[str]:
-    """Returns each file's split: the name of the outermost folder or file on its path below `root` that is one; "" if
+    """Returns the split of each file: the name of the outermost folder or file on its path below `root` that is a split; "" if
     there is none.
 
-    Files, or folders, are splits if their names differ in one word, and that word is train in one of them and a word of
-    SPLITS in the others. If the options ask for a split, they need no train next to them. In a folder where `datasets`
-    saved several, and next to the folder that --split names, everything is a split.
+    Files (or folders) next to each other are splits if their names differ in only one word, and this word is train in one of
+    them and another word in SPLITS in the others. If the options ask for splits, a name with such a word is enough. All
+    names in a folder are splits if `datasets` has saved several splits there, or if one of them is the name given by --split.
     """
     names = {file: _split_name(file.name, is_file=True) for file in files}
     for folder in {folder for file in files for folder in file.parents if folder.name}:
@@ -51,7 +51,7 @@ def splits_of(files: list[Path], root: Path, options: DatasetConfig) -> list[str
 
 
 def _outermost(file: Path, splits: set[Path]) -> str:
-    """Returns the name of the file, or of the folder around it, that is a split and in no other split; "" if none is."""
+    """Returns the name of the outermost split among the file and its parent folders; "" if there is none."""
     for entry in [*reversed(file.parents), file]:
         if entry in splits:
             return entry.name
@@ -59,9 +59,10 @@ def _outermost(file: Path, splits: set[Path]) -> str:
 
 
 def _split_name(name: str, is_file: bool) -> SplitName:
-    """Returns the split in the name of a file or folder. Numbers and endings do not count; a folder has no other words."""
+    """Returns the split in the name of a file or folder. Numbers and file name extensions are ignored. The name of a folder is
+    a split only if it does not contain other words."""
     if is_file:
-        name = os.path.splitext(without_ending(name))[0]
+        name = os.path.splitext(strip_compression(name))[0]
     words = WORD.findall(NUMBERING.sub(" ", name.lower()))
     split = named_split(name)
     rest = ["" if word in SPLITS.get(split, ()) else word for word in words]
@@ -71,7 +72,7 @@ def _split_name(name: str, is_file: bool) -> SplitName:
 
 
 def named_split(name: str) -> str:
-    """Returns the split, of SPLITS, that a name contains; "" if there is none or several."""
+    """Returns the key of SPLITS for the words of a name; "" if they belong to none or to several splits."""
     words = set(WORD.findall(name.lower()))
     splits = [split for split, names in SPLITS.items() if words.intersection(names)]
     return splits[0] if len(splits) == 1 else ""
@@ -86,7 +87,7 @@ def missing_parts(files: list[Path]) -> Iterator[Path]:
             before, number, between, count, after = match.groups()
             sets[file.parent, before, between, count, after].add(int(number))
     for (folder, before, between, count, after), numbers in sets.items():
-        first = int(max(numbers) == int(count))  # some sets begin at 1
+        first = int(max(numbers) == int(count))  # some programs count from 1
         for number in range(first, first + int(count)):
             if number not in numbers:
                 yield folder / f"{before}{number:0{len(count)}d}{between}{count}{after}"

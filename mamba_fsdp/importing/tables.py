@@ -1,4 +1,4 @@
-"""Reads the rows of tables: Parquet, Arrow and names on the Hugging Face Hub, with text or with lists of token ids."""
+"""Reads tables with text or token ids: Parquet files, Arrow files, and datasets on the Hugging Face Hub."""
 
 import logging
 import math
@@ -10,29 +10,29 @@ import pyarrow
 import pyarrow.parquet
 from pyarrow import types
 
-from mamba_fsdp.importing.compression import peeked
+from mamba_fsdp.importing.compression import peek_head
 from mamba_fsdp.importing.inputs import Document, Fault, InputFile
-from mamba_fsdp.importing.json_records import field_of
+from mamba_fsdp.importing.json_records import document_from_record
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.retry import open_with_retries
 
-ROWS = 64  # rows of a table that are read at a time
-TOKEN_COLUMNS = (
-    "tokens",
-    "input_ids",
-)  # read if the column `text` is missing and no other is named
-UNCOUNTED = {"labels": -100, "attention_mask": 0}  # {column: its value for tokens without a loss}
+ROWS = 64  # the number of rows to read at a time
+# Columns that are read if there is no column `text` and the user has not named another one.
+TOKEN_COLUMNS = ("tokens", "input_ids")
+# {column: the value for tokens that are excluded from the loss}
+MASK_COLUMNS = {"labels": -100, "attention_mask": 0}
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 datasets.disable_progress_bars()
-datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our own message reports the error
-logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it would report each retry
+# Errors are reported by the messages of this program. The Hub library would also report each retry.
+datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
 
 
-# This program does not use the builders of `datasets` for text, JSON, CSV and Parquet. Its builder for text reads a file whole, or
-# cuts it at line breaks and changes these. For JSON it fails if another field is null in the first 10 MB and a text
-# later, or is an object that changes its fields. For CSV it reads another column if the rows, but not the header, end
-# with a comma. For Parquet it fails if a file has no rows, or `::` in its path.
+# This program does not use the builders of `datasets` for text, JSON, CSV and Parquet. The text builder reads a file as a
+# whole, or splits it at line breaks and changes these. The JSON builder fails if a field that is not needed is null in the
+# first 10 MB and a text later, or is an object with changing fields. The CSV builder reads the wrong column if the rows, but
+# not the header, end with a comma. The Parquet builder fails if a file has no rows, or `::` in its path.
 
 
 def parquet_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document | Fault]:
@@ -47,14 +47,14 @@ def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - len(END_OF_STREAM)))
         end = stream.read()
         stream.seek(0)
-        if peeked(stream).startswith(b"ARROW1"):
+        if peek_head(stream).startswith(b"ARROW1"):
             reader = pyarrow.ipc.open_file(stream)
             count = reader.num_record_batches
             yield from _documents_in(map(reader.get_batch, range(count)), file, options, count)
         elif end == END_OF_STREAM:
             yield from _documents_in(pyarrow.ipc.open_stream(stream), file, options)
         else:
-            raise ValueError("it is cut short, or is not an Arrow file; copy it again")
+            raise ValueError("it is truncated or not an Arrow file; copy it again")
 
 
 def hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document | Fault]:
@@ -71,33 +71,34 @@ def _documents_in(
     options: DatasetConfig,
     count: float = math.inf,
 ) -> Iterator[Document | Fault]:
-    """Yields the document of each row. fms-fsdp's Arrow files have one in each record batch, as plain integers.
+    """Yields the document in each row. In the Arrow files of fms-fsdp, each record batch is a document: a column of integers.
 
-    count: the number of batches, if it is known. Raises ValueError.
+    count: the number of batches, or infinity if it is not known. Raises ValueError for damaged data, if the column is missing,
+    and if tokens are excluded from the loss.
     """
     row = 0
     for number, batch in enumerate(batches):
         file.share_read = min(1.0, number / count)
-        batch.validate(full=True)  # wrong offsets would read foreign memory
-        _check_all_count(batch)
+        batch.validate(full=True)  # a damaged offset would read memory outside of the batch
+        _check_no_mask(batch)
         column = _column_in(batch, options.text_column)
         top = column if column in batch.schema.names else column.partition(".")[0]
         if top not in batch.schema.names:
             first = next(iter(batch[:1].to_pylist()), dict.fromkeys(batch.schema.names))
-            fault = field_of("its first row", first, column)
+            fault = document_from_record("its first row", first, column)
             assert isinstance(fault, Fault)
             raise ValueError(fault.message())
         values = batch[top].to_numpy(zero_copy_only=False)
-        is_of_datasets = b"huggingface" in (batch.schema.metadata or {})  # it writes no fms files
+        is_of_datasets = b"huggingface" in (batch.schema.metadata or {})  # not a file of fms-fsdp
         is_document = types.is_integer(batch[top].type) and not is_of_datasets
         for value in [values] if is_document and file.kind == "arrow" else values:
             row += 1
-            yield field_of(f"row {row:,}", {top: value}, column)
+            yield document_from_record(f"row {row:,}", {top: value}, column)
 
 
 def _column_in(batch: pyarrow.RecordBatch, column: str) -> str:
-    """Returns the column to read. If `text` is missing, it is a column of tokens: one of lists, since a column of numbers
-    can be a count, or the only one."""
+    """Returns the name of the column to read: `column`, or a column in TOKEN_COLUMNS in place of a missing column `text`. That
+    column must contain lists or be the only one, because a column of numbers could be a count of tokens."""
     names = batch.schema.names
     if column != "text" or column in names:
         return column
@@ -107,14 +108,14 @@ def _column_in(batch: pyarrow.RecordBatch, column: str) -> str:
     return column
 
 
-def _check_all_count(batch: pyarrow.RecordBatch) -> None:
-    """Raises ValueError for rows that leave tokens out of the loss."""
-    for column, value in UNCOUNTED.items():
+def _check_no_mask(batch: pyarrow.RecordBatch) -> None:
+    """Raises ValueError if a row excludes tokens from the loss."""
+    for column, value in MASK_COLUMNS.items():
         if column not in batch.schema.names or not hasattr(batch[column].type, "value_type"):
             continue
         flags = batch[column].flatten().to_numpy(zero_copy_only=False)
         if (flags == value).any():
             raise ValueError(
-                f"its {column} leave tokens out of the loss, but a token store can't record that; "
+                f"its column {column} excludes tokens from the loss, but a token store can't record that; "
                 "remove these tokens, or that column"
             )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mamba_fsdp.errors import first_line
-from mamba_fsdp.importing.compression import peeked
+from mamba_fsdp.importing.compression import peek_head
 from mamba_fsdp.importing.inputs import Document, InputFile
 from mamba_fsdp.importing.kinds import NUMPY_MAGIC
 from mamba_fsdp.importing.text_files import check_head
@@ -66,7 +66,7 @@ def _flat_ids(file: InputFile, dtype: str) -> np.ndarray:
     """Maps the ids, of the type that NumPy's header names, or else of `dtype`. Raises ValueError if the type is not known
     or does not fit."""
     with open_with_retries(file.name) as stream:
-        head = peeked(stream)
+        head = peek_head(stream)
         check_head(file.kind, head)
         if head.startswith(NUMPY_MAGIC):
             return _numpy_array(file.name)

@@ -302,7 +302,7 @@ def size_of(path: Path) -> int:
 
 
 def _size(path: Path) -> int:
-    with _only_what_may_pass():
+    with _ignore_permanent_errors():
         if _is_own_folder(path):
             return sum(_size(path / name) for name in os.listdir(path))
         return os.stat(path).st_size
@@ -317,7 +317,7 @@ def delete(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    with _only_what_may_pass():
+    with _ignore_permanent_errors():
         if _is_own_folder(path):
             for name in os.listdir(path):
                 _remove(path / name)
@@ -333,7 +333,7 @@ def _is_own_folder(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _only_what_may_pass() -> Iterator[None]:
+def _ignore_permanent_errors() -> Iterator[None]:
     """Suppresses each OSError in the block, except for transient errors."""
     try:
         yield

@@ -18,7 +18,7 @@ def test_every_base_is_named_with_its_registry():
     assert all(base.startswith((*registries, *stages)) for base in bases)
 
 
-def lines_of(name):
+def read_lines(name):
     lines = (PROJECT / "requirements" / name).read_text().splitlines()
     return [line for line in lines if line and not line.startswith(("#", "--extra-index-url "))]
 
@@ -26,14 +26,14 @@ def lines_of(name):
 @pytest.mark.parametrize("stack", ["torch2.2", "current"])
 def test_every_package_of_an_image_is_pinned(stack):
     """And the wheels of the kernels are for the stack's torch and CUDA, and for the Python that asks for them."""
-    pins = lines_of(f"{stack}.txt")
+    pins = read_lines(f"{stack}.txt")
     for line in pins:
         assert re.fullmatch(r'[a-z0-9-]+==[^;\s]+(; python_version (>=|<) "3\.11")?', line), line
     (torch,) = (line for line in pins if line.startswith("torch=="))
     minor = re.match(r"torch==(\d+\.\d+)", torch)[1]
     dockerfile = (PROJECT / "Dockerfile").read_text()
     cuda = re.search(rf"^FROM \S+/cuda:(\d+)\S+ AS devel-{stack}$", dockerfile, re.MULTILINE)[1]
-    for line in lines_of(f"kernels-{stack}.txt"):
+    for line in read_lines(f"kernels-{stack}.txt"):
         built_for = rf"\+cu{cuda}torch{minor}cxx11abi\w+-cp(\d)(\d+)-\S+-linux_(\w+)\.whl"
         asked_by = r'python_version == "\1\.\2"( and platform_machine == "\3")?'
         assert re.fullmatch(rf"\S+ @ https://\S+{built_for} ; {asked_by}", line), line

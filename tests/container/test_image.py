@@ -99,7 +99,9 @@ def test_it_builds_and_its_self_check_passes(built):
     assert "rank-0-only cache writer put in place" in built
     assert "ok   operators" in built
     assert "torch 2.2.2" in built
-    assert "is finished; to complete /tmp/try/data, these have to finish: " in built, "two workers"
+    assert "is finished; to complete /tmp/try/data, these parts have to finish: " in built, (
+        "two workers"
+    )
     assert "resumes    from /tmp/try/run/checkpoints/step_00000003, step 3" in built
     assert "finished   5 steps" in built
     assert "5 tokens in " in built, "generate"

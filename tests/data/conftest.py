@@ -2,7 +2,7 @@
 
 import pytest
 
-from mamba_fsdp.data import tokenizer as tokenizers_
+from mamba_fsdp.data import tokenizer as tokenizer_lib
 from mamba_fsdp.importing.make_dataset import make_dataset
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from tests.support.corpora import make_texts
@@ -23,7 +23,7 @@ def texts():
 def tokenizer(texts, tmp_path_factory):
     """The folder of a saved byte-level tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizers_.train(texts, 300).save(folder)
+    tokenizer_lib.train(texts, 300).save(folder)
     return str(folder / "tokenizer.json")
 
 
@@ -35,7 +35,7 @@ def prepare(tokenizer):
         options = DatasetConfig(
             **{
                 "tokenizer": tokenizer,
-                "eos_token": tokenizers_.END_OF_TEXT,
+                "eos_token": tokenizer_lib.END_OF_TEXT,
                 "validation_fraction": 0.0,
                 **settings,
             }

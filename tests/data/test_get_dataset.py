@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_fsdp.data.tokenizer import END_OF_TEXT, load_words
+from mamba_fsdp.data.tokenizer import END_OF_TEXT, load_prompt_tokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing import make_dataset, text_files
 from mamba_fsdp.importing.holding_out import Holdout
@@ -54,7 +54,7 @@ def test_what_is_left_out_or_kept_is_counted_at_the_end(prepare, tmp_path, capsy
     for line in (
         "left out: 1 hidden: ",
         "left out: 1 of an unknown format: ",
-        "left out: 2 that can't be read, from the first fault on: ",
+        "left out: 2 that can't be read, from the first error on: ",
         f"left out: 2 records that can't be read: {folder}/a.jsonl: line 2 has no 'text'",
         "left out: 1 empty documents\n",
         "kept as they are: 1 exact duplicates, 1 line ends in CRLF; see",
@@ -223,7 +223,7 @@ def test_merged_parts_contain_the_documents_of_a_single_process(prepare, tmp_pat
         assert sum(parts) == whole
     else:
         assert read_back(out / "train") == read_back(tmp_path / "whole/train")
-    assert load_words(out / "train/tokenizer").eos_token == "<end>"
+    assert load_prompt_tokenizer(out / "train/tokenizer").eos_token == "<end>"
     assert not (out / ".progress").exists()
 
 
@@ -260,7 +260,9 @@ def test_an_import_reports_a_full_disk_and_resumes(prepare, tmp_path, monkeypatc
     def full(_):
         raise OSError(28, "No space left on device", "hidden")
 
-    told = "^[^ ]*/out: can't be written .No space left.*fix that, then the same command resumes"
+    told = (
+        "^[^ ]*/out: can't be written .No space left.*fix this, then run the same command to resume"
+    )
     with monkeypatch.context() as patched, pytest.raises(UserError, match=told):
         patched.setattr(os, "fsync", full)
         prepare(tmp_path / "a.jsonl", tmp_path / "out")
@@ -313,7 +315,7 @@ def test_another_input_than_before_is_refused(prepare, tmp_path, done):
 def test_an_unfinished_import_refuses_other_settings(prepare, tmp_path, monkeypatch):
     """If it failed before anything was recorded, the command can be corrected."""
     (tmp_path / "a.jsonl").write_text('{"text": "a", "words": "b"}\n{"text": 3, "words": "c"}')
-    with pytest.raises(UserError, match="'text' is int"):
+    with pytest.raises(UserError, match="'text' is of type int"):
         prepare(tmp_path / "a.jsonl", tmp_path / "out")
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(os, "fsync", dies_after(5))

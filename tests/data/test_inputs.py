@@ -52,7 +52,9 @@ def test_the_card_of_a_dataset_is_not_imported(tmp_path, capsys):
 def test_the_builtin_data_is_pythons_own_library(tmp_path, monkeypatch):
     """Third-party packages and files that are not UTF-8 are left out."""
     monkeypatch.setattr(inputs.sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(UserError, match="comes without its library's source files; name an INPUT"):
+    with pytest.raises(
+        UserError, match="installed without the source files of its library; name another INPUT"
+    ):
         find_files("builtin", DatasetConfig(), LeftOut())
     for name, text in (("a.py", "x = 1"), ("site-packages/b.py", "theirs"), ("c.txt", "text")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -143,7 +145,10 @@ def test_a_name_without_a_matching_train_is_not_a_split(tmp_path, capsys, name):
         write_records(tmp_path / place, [[number]])
     assert first_tokens(tmp_path) == list(range(len(places)))
     told = capsys.readouterr().out
-    assert f"all of {len(places)} files: " in told and "0.01 of the tokens validate" in told
+    assert (
+        f"all of {len(places)} files, because " in told
+        and "0.01 of the tokens are held out" in told
+    )
 
 
 def test_a_missing_part_of_a_numbered_set_is_named(tmp_path, capsys):
@@ -187,7 +192,7 @@ def test_a_name_on_the_hub_is_streamed(prepare, tmp_path, monkeypatch, capsys):
     assert read_input("some/corpus", config="de") == ["some train"] * 3
     assert asked == [("some/corpus", "de", "train", True)]
     assert (
-        "2 of 3 files are of other splits by their names (test, validation)"
+        "2 of 3 files belong to other splits according to their names (test, validation)"
         in capsys.readouterr().out
     )
     prepare("some/corpus", tmp_path, splits="official")
@@ -212,6 +217,6 @@ def test_a_mistyped_name_is_reported_without_waiting_for_the_hub(tmp_path, monke
     code, _, told = answer(get_dataset, "mytxts", "out")
     first, second, last = told.splitlines()
     assert first.startswith("asking the Hugging Face Hub for mytxts: no file or folder")
-    assert "cache" in second and last.startswith("error: mytxts: no file or folder here")
+    assert "cache" in second and last.startswith("error: mytxts: there is no such file or folder")
     assert first.endswith("did you mean mytexts?") and last.endswith("did you mean mytexts?")
     assert code == 2 and os.environ["HF_HUB_OFFLINE"] == "1"

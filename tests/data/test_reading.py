@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing import json_records, text_files
-from mamba_fsdp.importing.json_records import likely_text
+from mamba_fsdp.importing.json_records import find_text_field
 from tests.support.corpora import read_input
 
 # One spells the token that ends documents.
@@ -105,7 +105,7 @@ def test_the_documents_option_divides_text_files(tmp_path, monkeypatch, document
 @pytest.mark.parametrize("documents", ["file", "lines"])
 def test_a_document_too_long_to_encode_is_refused(tmp_path, monkeypatch, documents):
     """This holds for any size of a read, and the message names a remedy."""
-    monkeypatch.setattr(text_files, "LONGEST_TEXT", 1000)
+    monkeypatch.setattr(text_files, "MAX_TEXT_LENGTH", 1000)
     monkeypatch.setattr(text_files, "BLOCK", 7)
     (tmp_path / "a.txt").write_text("x" * 1000)
     assert read_input(tmp_path, documents=documents) == ["x" * 1000]
@@ -133,8 +133,8 @@ def test_an_encoding_is_used_only_for_bytes_that_are_not_utf_8(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json"])
 def test_a_record_that_is_too_long_is_named_with_its_line(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(text_files, "LONGEST_LINE", 99)
-    monkeypatch.setattr(json_records, "LONGEST_LINE", 99)
+    monkeypatch.setattr(text_files, "MAX_LINE_LENGTH", 99)
+    monkeypatch.setattr(json_records, "MAX_LINE_LENGTH", 99)
     start = {"a.jsonl": '{"text": "a"}\n', "a.csv": "text\n", "a.json": ""}[name]
     (tmp_path / name).write_text(start + '{"text": "' + "b" * 99 + '"}')
     with pytest.raises(UserError, match="(line [12] has|value of) 99 characters or more; see"):
@@ -166,6 +166,6 @@ def test_a_dot_selects_a_field_within_a_field(tmp_path):
 
 
 def test_the_suggested_column_is_the_longest_text_or_else_token_ids():
-    assert likely_text({"id": "1", "words": "some text", "ids": [1, 2]}) == "words"
-    assert likely_text({"n": 1, "ids": [1, 2]}) == "ids"
-    assert likely_text({"n": 1}) == ""
+    assert find_text_field({"id": "1", "words": "some text", "ids": [1, 2]}) == "words"
+    assert find_text_field({"n": 1, "ids": [1, 2]}) == "ids"
+    assert find_text_field({"n": 1}) == ""

@@ -80,7 +80,7 @@ def test_a_killed_and_a_requeued_task_of_an_array_leave_the_bytes_of_undisturbed
     assert [cluster.restarts(task) for task in tasks] == [0, 0, 1]
     logs = "".join(path.read_text() for path in (tokenizing_project / "logs").iterdir())
     assert set(re.findall(r"part (\d) is finished", logs)) == {"1", "2"}, logs
-    assert "these have to finish: 0" in logs
+    assert "these parts have to finish: 0" in logs
     # The part that was cancelled is started by hand.
     program = [tokenizing_project / ".venv/bin/python", "get_dataset.py"]
     done = run_program(*program, *words, "--part=0/3", cwd=tokenizing_project)

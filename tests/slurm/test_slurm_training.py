@@ -97,7 +97,7 @@ def test_a_bare_sbatch_makes_its_data_and_trains_on_it(cluster, new_project):
     text = log(new_project, job)
     assert state == "COMPLETED" and "Traceback" not in text, text
     assert cluster.restarts(job) == 0
-    assert "making data/builtin from the source of a Python library" in text
+    assert "making data/builtin from the source files of Python's standard library" in text
     for name in ("train", "validation"):
         assert (new_project / "data/builtin" / name / "index.json").exists()
     run = new_project / "runs/demo"

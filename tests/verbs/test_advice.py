@@ -166,7 +166,7 @@ FOLLOWED = {
         f"{TRAIN} --dataset_path=data --datasets={{0}}",
     ),
     f"{TRAIN} --dataset_path=texts": (
-        r"make one of it: (.*) OUT",
+        r"make one from it: (.*) OUT",
         "{0} out",
         f"{FREE} --dataset_path=out",
     ),

@@ -188,4 +188,4 @@ def test_the_first_node_reports_data_that_training_cannot_read(
     assert wrong.startswith(
         f"error: a: {tmp_path}/wikitext: a folder that the library datasets saved"
     )
-    assert wrong.endswith(f"make one of it: sbatch 2.tokenize.sbatch {tmp_path}/wikitext OUT\n")
+    assert wrong.endswith(f"make one from it: sbatch 2.tokenize.sbatch {tmp_path}/wikitext OUT\n")
