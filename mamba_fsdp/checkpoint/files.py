@@ -76,9 +76,13 @@ def write_pieces(
 
     Raises OSError if the disk fails, or if the data that is read back differs.
     """
-    contents = [memoryview(_header(pieces))]
-    for _, _, tensor in pieces:
-        contents.append(memoryview(tensor.view(torch.uint8).numpy()))
+    entries = {}
+    position = 0
+    for name, start, tensor in pieces:
+        entries[f"{name}@{start}"] = asdict(HeaderEntry.of(tensor, position))
+        position += tensor.nbytes
+    contents = [memoryview(encode_header(entries))]
+    contents += [memoryview(tensor.view(torch.uint8).numpy()) for _, _, tensor in pieces]
     written = xxh3_64()
     model = None
     with _CheckedFile(path, from_disk) as file:
@@ -93,15 +97,6 @@ def write_pieces(
     if read_back != written.hexdigest():
         raise OSError(None, "the data read back differs from the data written", str(path))
     return FileChecksum(file.size, read_back, model)
-
-
-def _header(pieces: Sequence[NamedPiece]) -> bytes:
-    entries = {}
-    position = 0
-    for name, start, tensor in pieces:
-        entries[f"{name}@{start}"] = asdict(HeaderEntry.of(tensor, position))
-        position += tensor.nbytes
-    return encode_header(entries)
 
 
 def encode_header(entries: Mapping[str, Any], size: int = 0) -> bytes:

@@ -63,7 +63,7 @@ def verify_files(
     checkpoint: Path,
     checksums: Mapping[FileName, FileChecksum],
     world: World,
-    part: str = "all",
+    only_model: bool = False,
     shards: Sequence[Shard] = (),
     filled: FilledRanges | None = None,
 ) -> list[str]:
@@ -72,12 +72,12 @@ def verify_files(
     All ranks call it. The files are divided among them, so that each byte is read by one rank. The result is the same
     on all ranks.
 
-    part: "all", "model" (only the weights), or "state" (only state.json). shards: while a rank reads a file, it loads
+    only_model: whether to verify only the weights of the model and state.json. shards: while a rank reads a file, it loads
     the elements of its own shards and adds them to `filled`, so that `load` does not read them again. If the same
     number of ranks saved the checkpoint, these are usually all elements. They are loaded even if the file turns out to
     be damaged.
     """
-    names = sorted(name for name in checksums if part != "state" or name == STATE)
+    names = sorted(checksums)
     first = len(names) * world.rank // world.size
     stop = len(names) * (world.rank + 1) // world.size
     shards_by_name = {stored_name(shard.name): shard for shard in shards}
@@ -87,7 +87,9 @@ def verify_files(
     def verify_share() -> None:
         for name in names[first:stop]:
             path = checkpoint / name
-            problem = _verify_file(path, checksums[name], part, shards_by_name, ranges_by_name)
+            problem = _verify_file(
+                path, checksums[name], only_model, shards_by_name, ranges_by_name
+            )
             if problem:
                 problems.append(problem)
 
@@ -96,14 +98,18 @@ def verify_files(
 
 
 def _verify_file(
-    path: Path, checksum: FileChecksum, part: str, shards: Mapping[str, Shard], filled: FilledRanges
+    path: Path,
+    checksum: FileChecksum,
+    only_model: bool,
+    shards: Mapping[str, Shard],
+    filled: FilledRanges,
 ) -> str:
     """Verifies a file, or only its first part with the model. Returns a message if it is damaged; "" if it is not.
 
     Adds the ranges that were loaded into shards to `filled`.
     """
     expected: Checksum = checksum
-    if part == "model" and checksum.model:
+    if only_model and checksum.model:
         expected = checksum.model
     problem = check_size(path, checksum)
     if problem:
@@ -134,7 +140,7 @@ def find_newest_checkpoint(
     checkpoint = _newest_candidate(path, broken)
     try:
         checksums = read_commit(checkpoint).files
-        problem = _verify_file(checkpoint / STATE, checksums[FileName(STATE)], "all", {}, {})
+        problem = _verify_file(checkpoint / STATE, checksums[FileName(STATE)], False, {}, {})
     except BrokenCheckpointError as error:
         problem = str(error)
     if problem:
@@ -182,13 +188,13 @@ def find_checkpoint(
     path: str | Path,
     world: World,
     report: Report = print,
-    part: str = "all",
+    only_model: bool = False,
     shards: Sequence[Shard] = (),
     found: CheckpointCandidate | None = None,
 ) -> VerifiedCheckpoint:
     """Finds and verifies a checkpoint: the one at `path`, or the newest undamaged one of the run folder at `path`.
 
-    All ranks call it, and get the same checkpoint. part, shards: see `verify_files`. found: the result of an earlier
+    All ranks call it, and get the same checkpoint. only_model, shards: see `verify_files`. found: the result of an earlier
     `find_newest_checkpoint`, on rank 0.
 
     Raises UserError on all ranks if every checkpoint is damaged or none exists.
@@ -198,7 +204,7 @@ def find_checkpoint(
         found = world.on_rank0(find_newest_checkpoint, path, report)
     while True:
         filled: FilledRanges = {}
-        problems = verify_files(found.path, found.checksums, world, part, shards, filled)
+        problems = verify_files(found.path, found.checksums, world, only_model, shards, filled)
         if not problems:
             return VerifiedCheckpoint(found.path, found.contents, list(found.broken), filled)
         found = world.on_rank0(

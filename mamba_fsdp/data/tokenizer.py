@@ -62,15 +62,6 @@ def without_panic(read: Callable[..., Any], *arguments: Any, **options: Any) -> 
         raise ValueError(error) from None
 
 
-def raise_os_errors(write: Callable[..., Any], *arguments: Any) -> None:
-    """Calls write(*arguments). Raises OSError for an error of the disk, for which the Rust code of the library raises a
-    plain Exception."""
-    try:
-        write(*arguments)
-    except Exception as error:
-        raise parse_os_error(error) or error from None
-
-
 def read_backend(path: Path) -> Tokenizer:
     """Reads a tokenizer.json. Raises UserError if the file begins with a byte order mark, OSError, and any Exception of
     the library if the file is damaged."""
@@ -197,6 +188,12 @@ class TextTokenizer:
         self.set_prefix(bos)
         return ""
 
+    def _save_pretrained(self, folder: Path) -> None:
+        try:
+            self._pretrained.save_pretrained(folder)
+        except Exception as error:  # the library raises a plain Exception for an error of the disk
+            raise parse_os_error(error) or error from None
+
     def save(self, folder: Path) -> None:
         """Writes the tokenizer to a folder, in the format that AutoTokenizer.from_pretrained reads."""
         make_folder(folder, parents=True)
@@ -210,8 +207,7 @@ class TextTokenizer:
             "model_input_names": ["input_ids", "attention_mask"],
         }
         if self._pretrained:
-            save = functools.partial(raise_os_errors, self._pretrained.save_pretrained, folder)
-            retry_io(save, folder)
+            retry_io(functools.partial(self._save_pretrained, folder), folder)
             settings = json.loads(read_bytes(file))
             if self._is_changed:
                 settings |= {"add_bos_token": bool(self.prefix), "add_eos_token": False}

@@ -3,7 +3,6 @@
 import csv
 import itertools
 from collections.abc import Iterator
-from typing import IO
 
 from mamba_fsdp.importing.inputs import Document, Fault, InputFile
 from mamba_fsdp.importing.json_records import document_from_record
@@ -11,18 +10,9 @@ from mamba_fsdp.importing.kinds import CLEAN
 from mamba_fsdp.importing.text_files import MAX_TEXT_LENGTH, open_text, read_lines
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
-DELIMITERS = ",;\t|"
+DELIMITERS = ",;\t|"  # by default, the most frequent one in the header
 
 csv.field_size_limit(MAX_TEXT_LENGTH)  # the default limit, 128 KiB, is shorter than a book
-
-
-def csv_rows(stream: IO[str], delimiter: str = "") -> csv.DictReader:
-    """Returns a reader of the rows of a CSV file, as {field: text}. delimiter: "" selects the one that is most frequent in the
-    header."""
-    lines = read_lines(stream)
-    header = next(lines, "")
-    delimiter = delimiter or max(DELIMITERS, key=header.count)
-    return csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=True)
 
 
 def csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document | Fault]:
@@ -30,7 +20,10 @@ def csv_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document 
 
     Raises ValueError if the header or a row is not valid."""
     with open_text(file, options.encoding, newline="") as stream:
-        rows = csv_rows(stream, options.delimiter)
+        lines = read_lines(stream)
+        header = next(lines, "")
+        delimiter = options.delimiter or max(DELIMITERS, key=header.count)
+        rows = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=True)
         try:
             _check_header(list(rows.fieldnames or []), options.text_column)
             for row in rows:

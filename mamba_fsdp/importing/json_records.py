@@ -85,12 +85,9 @@ def _rows_within(value: Any, column: str) -> list[Any]:
         is_column = isinstance(texts, list) and (not texts or token_ids(texts) is None)
         return texts if is_column else [value]
     candidates = [list(value.values()), *value.values()]
-    tables = [rows for rows in candidates if _is_table(rows)]
+    lists = [rows for rows in candidates if isinstance(rows, list) and rows]
+    tables = [rows for rows in lists if all(isinstance(row, dict) for row in rows)]
     return tables[0] if len(tables) == 1 else [value]
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
 def _parse_values(place: str, text: str) -> list[Any]:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -247,11 +247,8 @@ class _Part:
             print(f"training a tokenizer of {size} tokens on a sample of the text", flush=True)
             files = [file for file in self.files if file.store == "train"]
             # The library ignores Ctrl-C. Therefore it runs in another thread.
-            training = in_thread(
-                tokenizer_lib.train, _training_texts(files, self.options), size, eos_token
-            )
-            while not training.done():
-                wait([training], timeout=0.2)
+            texts = _training_texts(files, self.options)
+            training = in_thread(tokenizer_lib.train, texts, size, eos_token)
             training.result().save(folder)
         return tokenizer_lib.load(str(folder / "tokenizer.json"), eos_token)
 

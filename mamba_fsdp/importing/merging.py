@@ -6,7 +6,7 @@ until dataset.json has been written.
 
 import contextlib
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -58,15 +58,14 @@ def merge(
 
     parts: the folder and the state of each part. Raises UserError if there is no text, or too little for validation."""
     # {store: [(folder of the part, entry in the index) of each file]}
-    files: dict[str, list[tuple[Path, StoreFile]]] = {}
+    files: defaultdict[str, list[tuple[Path, StoreFile]]] = defaultdict(list)
     unreadable: dict[str, str] = {}
     counts: Counter[str] = Counter()
     for folder, state in parts:
         unreadable.update(state.unreadable)
         counts += Counter(state.counts) + Counter({EMPTY: state.empty})
         for name, written in state.stores.items():
-            of_part = [(folder / name, entry) for entry in written.files]
-            files[name] = files.get(name, []) + of_part
+            files[name] += [(folder / name, entry) for entry in written.files]
     tokens = {name: sum(entry.tokens for _, entry in written) for name, written in files.items()}
     smallest: float = MIN_VALIDATION_TOKENS
     if not any(tokens.values()):

@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.fields import TABLES, Fields, Table, model_config, pattern, write_fields
+from mamba_fsdp.interop.fields import (
+    TABLES,
+    Fields,
+    Table,
+    lost_settings,
+    model_config,
+    pattern,
+    write_fields,
+)
 from mamba_fsdp.interop.silent_attention import with_silent_attention
 from mamba_fsdp.model.config import Layer, ModelConfig
 from mamba_fsdp.model.spec import (
@@ -83,15 +91,17 @@ class Architecture:
         absent = [name for name in self.needs if name in MIXERS and not config.has_mixer(name)]
         if absent:
             return [f"without {name}" for name in absent]
-        unset = [name for name in self.needs if name not in MIXERS and not getattr(config, name)]
+        unset = [
+            f"{name}={getattr(config, name)}"
+            for name in self.needs
+            if name not in MIXERS and not getattr(config, name)
+        ]
         written = Fields(Path(self.class_name), self.write_config(config))
         try:
-            as_read = self.read_config(written).structure()
+            lost = lost_settings(config, self.read_config(written))
         except UserError as error:
             return [f"if {str(error).removeprefix(f'{self.class_name}: ')}"]
-        wanted = config.structure()
-        different = [name for name, value in wanted.items() if as_read.get(name) != value]
-        return [f"with {name}={getattr(config, name)}" for name in (*unset, *different)]
+        return [f"with {setting}" for setting in (*unset, *lost)]
 
     def write_config(self, config: ModelConfig) -> Table:
         """Returns the fields of config.json. They include all fields that affect the results of the model, because defaults

@@ -1,6 +1,5 @@
 """Writes models in the formats of other libraries and of this program. The output folder appears only when it is complete."""
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -30,9 +29,8 @@ from mamba_fsdp.storage.retry import (
     is_file,
     make_folder,
     sync_folder,
-    write_atomically,
 )
-from mamba_fsdp.storage.typed_json import read_object
+from mamba_fsdp.storage.typed_json import read_object, write_object
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OTHER_FORMATS = (
@@ -71,7 +69,8 @@ def write_model(
         _write_all(unfinished, weights, format, dtype)
         if format == "hf" and trial:
             config = exportable(weights.config)
-            line = try_export(unfinished, architecture_for(config), config, _write_copy)
+            write_hf = partial(_write_all, format="hf", dtype="")
+            line = try_export(unfinished, architecture_for(config), config, write_hf)
             print(line, file=sys.stderr)
     return out
 
@@ -89,7 +88,7 @@ def publish(source: str | Path, folder: Path) -> None:
 def _write_all(folder: Path, weights: Weights, format: str, dtype: str) -> None:
     """Writes the files of a model, and returns when they are on the disk."""
     fields = WRITERS[format](folder, weights, dtype)
-    _write_object(folder / MODEL_CONFIG, fields)
+    write_object(folder / MODEL_CONFIG, fields)
     if weights.tokenizer_path:
         _copy_tokenizer(weights.tokenizer_path, folder / TOKENIZER if format == "pth" else folder)
     if format == "hf":
@@ -131,7 +130,7 @@ def write_mean(checkpoints: Sequence[Path], shares: Sequence[float], out: Path) 
         write_safetensors(unfinished / SINGLE, names, partial(map, mean_of, names))
         fields = dict(vars(newest.config), seq_length=newest.seq_length)
         fields["averaged"] = dict(zip(map(str, checkpoints), shares))
-        _write_object(unfinished / MODEL_CONFIG, fields)
+        write_object(unfinished / MODEL_CONFIG, fields)
         if newest.tokenizer_path:
             _copy_tokenizer(newest.tokenizer_path, unfinished / TOKENIZER)
 
@@ -155,7 +154,7 @@ def _write_hf(folder: Path, weights: Weights, dtype: str) -> Table:
     if ids["eos_token_id"] is not None:
         set_ids = {kind: number for kind, number in ids.items() if number is not None}
         generation = {"pad_token_id": ids["eos_token_id"], **set_ids}
-        _write_object(folder / GENERATION_CONFIG, generation)
+        write_object(folder / GENERATION_CONFIG, generation)
     embedding = _read_as(dtype, weights, EMBEDDING)
     fields["torch_dtype"] = str(embedding.dtype).removeprefix("torch.")
     if weights.seq_length and weights.config.has_mixer("attention"):
@@ -177,11 +176,6 @@ def _write_hf(folder: Path, weights: Weights, dtype: str) -> Table:
     names = [tensor.name for stored in stored_tensors.values() for tensor in stored]
     write_safetensors(folder / SINGLE, names, tensors)
     return fields
-
-
-def _write_copy(folder: Path, weights: Weights) -> None:
-    fields = _write_hf(folder, weights, "")
-    _write_object(folder / MODEL_CONFIG, fields)
 
 
 def _write_state_spaces(folder: Path, weights: Weights, dtype: str) -> Table:
@@ -230,11 +224,7 @@ def _pad_with_eos(file: Path) -> None:
     if is_file(file):
         fields = read_object(file, dict[str, Any], "copy the tokenizer again")
         if fields.get("eos_token") and not fields.get("pad_token"):
-            _write_object(file, {**fields, "pad_token": fields["eos_token"]})
-
-
-def _write_object(path: Path, fields: Table) -> None:
-    write_atomically(path, json.dumps(fields, indent=2) + "\n")
+            write_object(file, {**fields, "pad_token": fields["eos_token"]})
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

@@ -177,6 +177,16 @@ def write_fields(config: ModelConfig, settings: Table, fixed: Table) -> Table:
     return fields
 
 
+def lost_settings(config: ModelConfig, as_read: ModelConfig) -> list[str]:
+    """Returns the settings of a model, as "name=value", that differ after it was written and read again."""
+    structure = as_read.structure()
+    return [
+        f"{name}={getattr(config, name)}"
+        for name, value in config.structure().items()
+        if structure.get(name) != value
+    ]
+
+
 def model_config(path: Path, **values: Any) -> ModelConfig:
     """Returns the ModelConfig with these values, or the one of a preset if that describes the same model.
 

@@ -8,7 +8,15 @@ in mamba_ssm.
 from pathlib import Path
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.interop.fields import TABLES, Fields, Table, model_config, pattern, write_fields
+from mamba_fsdp.interop.fields import (
+    TABLES,
+    Fields,
+    Table,
+    lost_settings,
+    model_config,
+    pattern,
+    write_fields,
+)
 from mamba_fsdp.model.config import Layer, ModelConfig
 
 NORM_EPS = 1e-5  # a constant in mamba_ssm
@@ -85,13 +93,10 @@ def write_config(config: ModelConfig) -> Table:
         "fused_add_norm": True,
     }
     try:
-        structure_as_read = read_config(Fields(Path(), fields)).structure()
+        lost = lost_settings(config, read_config(Fields(Path(), fields)))
     except UserError as error:
         reason = str(error).removeprefix(".: ")
         raise UserError(f"a state-spaces model can't represent this one: {reason}") from None
-    for name, value in config.structure().items():
-        if structure_as_read.get(name) != value:
-            raise UserError(
-                f"a state-spaces model can't have {name}={getattr(config, name)}; mamba_ssm could not load it"
-            )
+    if lost:
+        raise UserError(f"a state-spaces model can't have {lost[0]}; mamba_ssm could not load it")
     return fields

@@ -1,11 +1,11 @@
-"""Tries an export in transformers before it is called done.
+"""Tests an export with the installed transformers before the output folder appears.
 
-The class that its config.json names is built in the export's own sizes, without memory for them. A copy of the model
-with random weights, one layer of each kind and small sizes, is written in the same way; the class has to load it, to
-compute what our model computes, and to generate with and without its cache.
+The class that config.json names is built with the sizes of the export on the meta device, without memory for its weights. In
+addition, a small model with random weights and one layer of each kind is exported in the same way. The class has to load it,
+compute the same logits as the model of this program, and generate with and without its cache.
 
-A table of minimal versions can't replace this. transformers 5.0 to 5.14 have BambaForCausalLM, for example, but compute
-something else than 4.57 and 5.23 if only a part of each head has rotary positions.
+A table of minimal versions can't replace this test. For example, BambaForCausalLM of transformers 5.0 to 5.14 gives other
+results than in 4.57 and 5.23 if rotary positions apply to a part of each head only.
 """
 
 import contextlib
@@ -29,24 +29,25 @@ from mamba_fsdp.model.init import initial_values
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameter_count, parameters
 
-# Classes that, before transformers 5, normalise the output of Mamba-2 over all groups at once.
+# Classes that normalize the output of Mamba-2 over all groups together before transformers 5.
 GROUPED_SINCE_5 = ("Mamba2ForCausalLM", "BambaForCausalLM", "GraniteMoeHybridForCausalLM")
-# A class that, before transformers 5, continues several prompts at once wrongly if it uses its cache on a CPU.
+# A class that gives wrong results for a batch of several prompts with its cache on a CPU before transformers 5.
 ONE_PROMPT_BEFORE_5 = "FalconH1ForCausalLM"
-VOCABULARY = 64  # of the copy
-PROMPT = 11  # the number of tokens in the prompt: more than a chunk
+VOCABULARY = 64  # vocabulary size of the small model
+PROMPT = 11  # the number of tokens in the prompt; larger than CHUNK
 CHUNK = 8
 NEW_TOKENS = 5
 PAD = 0
-# The maximal difference, as a fraction of the largest logit. Fused kernels have larger rounding errors than plain fp32.
+# The maximal difference of a logit, as a fraction of the largest one. The rounding errors of fused kernels are larger than
+# those of plain fp32 operations.
 TOLERANCE = 0.02
-UNTRIED = "--trial=false writes it as it is, --format=pth in this program's own form"
+UNTRIED = "--trial=false writes it without this test, --format=pth writes this program's own format"
 
 WriteHf = Callable[[Path, Weights], None]
 
 
 class SampleTensors(TensorSource):
-    """Random weights of a model. No two elements of a tensor are alike, so that each has an effect of its own."""
+    """Random weights of a model. All elements of a tensor differ, so that exchanged elements change the results."""
 
     def __init__(self, config: ModelConfig):
         self.source = Path()
@@ -62,43 +63,46 @@ class SampleTensors(TensorSource):
 def try_export(
     folder: Path, architecture: Architecture, config: ModelConfig, write: WriteHf
 ) -> str:
-    """Returns a line on what transformers did with the export in `folder`, or on why it was not tried. config: the
-    exported model. write: writes weights as an export. Raises UserError if the class can't use the export."""
+    """Tests the export in `folder` with transformers. Returns a message with the result, or with the reason why the export
+    could not be tested.
+
+    config: the exported model. write: a function that writes weights as an export. Raises UserError if the class can't use
+    the export."""
     try:
-        import transformers  # late: importing it takes seconds
+        import transformers  # imported here because the import takes seconds
     except ImportError as error:
-        return f"not tried in transformers, which can't be imported ({first_line(error)})"
+        return f"not tried: transformers can't be imported ({first_line(error)})"
     version = f"transformers {transformers.__version__}"
     class_name = architecture.class_name
     if not hasattr(transformers, class_name):
-        return f"not tried: it needs a newer transformers with {class_name}; here is {version}"
+        return f"not tried: it needs a newer transformers with {class_name}; the installed one is {version}"
     is_before_5 = int(transformers.__version__.split(".")[0]) < 5
     is_grouped = config.has_mixer("mamba2") and config.ngroups > 1
     if is_before_5 and is_grouped and class_name in GROUPED_SINCE_5:
         return (
-            f"not tried: it needs transformers 5 or newer; {version}, which is here, computes something else with "
+            f"not tried: it needs transformers 5 or newer; the installed {version} gives other results with "
             f"ngroups={config.ngroups}"
         )
-    doing = "building the model"
+    action = "building the model"
     try:
         with _quiet(transformers):
             _build(transformers, folder, config)
             for step in _use(transformers, small_copy(config), write):
-                doing = step
-    except Exception as error:  # the library raises whatever a model runs into
+                action = step
+    except Exception as error:  # the library can raise any exception
         raise UserError(
-            f"{class_name} of {version} can't use this export: {doing} ended with {type(error).__name__} "
+            f"{class_name} of {version} can't use this export: {action} failed with {type(error).__name__} "
             f"({first_line(error)[:200]}); {UNTRIED}"
         ) from error
-    line = f"tried: {class_name} of {version} loads it, computes the same and generates"
+    message = f"tried: {class_name} of {version} loads it, gives the same results and generates"
     if is_before_5 and class_name == ONE_PROMPT_BEFORE_5:
-        line += "; one prompt at a time: with several, it errs before transformers 5"
-    return line
+        message += "; give it one prompt at a time, because before transformers 5 it gives wrong results for several"
+    return message
 
 
 def small_copy(config: ModelConfig) -> ModelConfig:
-    """Returns a model of the same kind with one layer of each kind, at least two, and small sizes. Each head has the size
-    that it has in the model, and fills its part of d_model if it does so there."""
+    """Returns a small model of the same structure: one layer of each kind, but at least two layers, and small sizes. The sizes
+    of heads are kept. If the attention heads of the model together have d_model channels, those of the small model do too."""
     layers = dict.fromkeys(layer.name for layer in config.layer_list())
     group = config.headdim * config.ngroups
     queries = config.n_head // config.n_kv_head
@@ -136,7 +140,9 @@ def _build(transformers: Any, folder: Path, config: ModelConfig) -> None:
 
 
 def _use(transformers: Any, config: ModelConfig, write: WriteHf) -> Iterator[str]:
-    """Yields what is done next. Raises ValueError for other results than ours, and what transformers raises."""
+    """Exports and uses a model. Yields a description of each action before it begins.
+
+    Raises ValueError if the results differ from those of this program, and any exception of transformers."""
     weights = Weights(Path(), Description(config), None)
     weights.tensors = SampleTensors(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -165,7 +171,7 @@ def _use(transformers: Any, config: ModelConfig, write: WriteHf) -> Iterator[str
                 max_new_tokens=NEW_TOKENS,
                 do_sample=False,
                 use_cache=use_cache,
-                pad_token_id=PAD,  # generate takes it for no text
+                pad_token_id=PAD,  # a token that the prompt does not contain
                 output_logits=True,
                 return_dict_in_generate=True,
             )
@@ -176,12 +182,12 @@ def _use(transformers: Any, config: ModelConfig, write: WriteHf) -> Iterator[str
 def _check_logits(found: Tensor, expected: Tensor) -> None:
     error = (found.cpu() - expected).abs().max() / expected.abs().max()
     if not error < TOLERANCE:
-        raise ValueError(f"logits that differ by {error:.1%} from ours")
+        raise ValueError(f"the logits differ by {error:.1%} from those of this program")
 
 
 @contextlib.contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Keeps transformers from printing advice and progress."""
+    """Prevents transformers from printing advice and progress inside the block."""
     logging = transformers.utils.logging
     verbosity = logging.get_verbosity()
     had_progress = logging.is_progress_bar_enabled()

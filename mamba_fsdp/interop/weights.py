@@ -120,7 +120,7 @@ class Weights(TensorSource):
         """
         whole = None
         if self.found:
-            whole = find_checkpoint(self.path, world, part="model", found=self.found)
+            whole = find_checkpoint(self.path, world, only_model=True, found=self.found)
 
         def open_and_use() -> None:
             self._open(whole, world.rank)

@@ -30,7 +30,7 @@ NAMES = (
 # The error numbers of transient errors. Some systems do not define all names.
 TRANSIENT_ERRNOS = {getattr(errno, name, errno.EIO) for name in NAMES.split()}
 MISSING_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # ELOOP: links that form a cycle
-MAX_READ = 1 << 30  # the maximal size in bytes of a file that is read as a whole
+MAX_READ = 1 << 30  # the maximal size in bytes of a file to read as a whole
 
 
 def retry_io(action: Callable[[], T], what: str | Path) -> T:
@@ -185,23 +185,23 @@ class _FileWithRetries(io.FileIO):
             raise
 
 
-def read_once(path: str | Path, most: int = MAX_READ, flags: int = 0) -> tuple[bytes, int]:
+def read_once(path: str | Path, max_size: int = MAX_READ, flags: int = 0) -> tuple[bytes, int]:
     """Reads a file without retries.
 
-    most: the maximal size in bytes. flags: see open_to_read. Returns (content, time of modification in ns). Raises OSError,
-    also if the file is larger than `most`."""
+    max_size: in bytes. flags: see open_to_read. Returns (content, time of modification in ns). Raises OSError, also if the
+    file is larger than `max_size`."""
     with open_to_read(path, flags) as file:
         found = os.fstat(file.fileno())
-        if found.st_size > most:
-            reason = f"{Path(path).name} has more than {format_quantity(most, 'B')}"
+        if found.st_size > max_size:
+            reason = f"{Path(path).name} has more than {format_quantity(max_size, 'B')}"
             raise OSError(errno.EACCES, reason, str(path))
         return file.read(), found.st_mtime_ns
 
 
-def read_bytes(path: str | Path, most: int = MAX_READ) -> bytes:
-    """Returns the content of a file of at most `most` bytes. Raises StorageError after a minute of retries. Raises other
+def read_bytes(path: str | Path) -> bytes:
+    """Returns the content of a file of at most MAX_READ bytes. Raises StorageError after a minute of retries. Raises other
     OSErrors immediately, also if the file is larger, a pipe or a device."""
-    content, _ = retry_io(partial(read_once, path, most), path)
+    content, _ = retry_io(partial(read_once, path), path)
     return content
 
 
@@ -334,7 +334,7 @@ def _is_own_folder(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _ignore_permanent_errors() -> Iterator[None]:
-    """Suppresses each OSError in the block, except for transient errors."""
+    """Suppresses OSErrors in the block, except for transient errors."""
     try:
         yield
     except OSError as error:

@@ -155,15 +155,11 @@ def test_ranks_share_the_reading(saved, ranks):
 
 @pytest.mark.slow
 def test_who_wants_the_weights_alone_demands_that_they_are_whole_and_no_more(saved, run):
-    """With part="model", a damaged moment is accepted and a damaged weight is an error.
-
-    With part="state", both are accepted.
-    """
+    """With only_model, a damaged moment is accepted, and a damaged weight is an error."""
     shutil.copytree(saved, run)
     path = run / "checkpoints/step_00000002/rank_00001.safetensors"
     flip(path)
-    assert find_checkpoint(run, World.alone(), part="model").path == path.parent
+    assert find_checkpoint(run, World.alone(), only_model=True).path == path.parent
     flip(path, at=5000)
-    assert find_checkpoint(run, World.alone(), part="state").path == path.parent
     with pytest.raises(UserError, match="none of the checkpoints .* content of rank_00001"):
-        find_checkpoint(run, World.alone(), report=quiet, part="model")
+        find_checkpoint(run, World.alone(), report=quiet, only_model=True)

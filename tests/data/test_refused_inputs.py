@@ -146,11 +146,11 @@ MISTAKES = {  # words of the command: what is said
     f"short.npy out {IDS}": "12 bytes, but short.npy.size says 4",
     f"empty.npy out {IDS}": "0 bytes, but empty.npy.size says 0",
     f"uncounted.npy out {IDS}": "out of the loss",
-    f"null out {IDS}": "row 1: 'tokens' is float64, not text or token ids",
+    f"null out {IDS}": "row 1: 'tokens' is of type float64, not text or token ids",
     f"labels out {IDS}": "its column labels excludes tokens from the loss",
-    f"mask out {IDS}": "its attention_mask leave tokens out",
+    f"mask out {IDS}": "its column attention_mask excludes tokens",
     f"counts out {IDS}": "its first row has no 'text'; it has: content, tokens; give --text_column=content",
-    f"counts_alone out {IDS}": "row 1: 'tokens' is int64, not text or token ids",
+    f"counts_alone out {IDS}": "row 1: 'tokens' is of type int64, not text or token ids",
     f"large out {IDS}": "arrow: can't be read as arrow: token ids from 1 to 300, but the vocabulary has 300",
 }
 

@@ -145,9 +145,9 @@ def test_a_pipe_or_a_huge_file_is_no_file_to_read(tmp_path):
     for read in (retry.open_to_read, retry.read_bytes):
         with pytest.raises(OSError, match="pipe is not a regular file"):
             read(tmp_path / "pipe")
-    assert retry.read_bytes(tmp_path / "file", most=11) == bytes(11)
+    assert retry.read_once(tmp_path / "file", max_size=11)[0] == bytes(11)
     with pytest.raises(OSError, match="file has more than 10 B"):
-        retry.read_bytes(tmp_path / "file", most=10)
+        retry.read_once(tmp_path / "file", max_size=10)
 
 
 def test_a_file_whose_flush_failed_is_written_again(tmp_path, monkeypatch, slept):

@@ -70,7 +70,7 @@ FOLLOWED = {
     "tokenize data/builtin/../../texts/* ": ("give (OUT) too", "+ out"),
     "tokenize texts texts": ("choose another folder", "tokenize texts out"),
     "tokenize notes out": ("(--format=text) ", "+ {0}"),
-    "tokenize texts out --splits=official": ("leave it out", "tokenize texts out"),
+    "tokenize texts out --splits=official": ("without this option", "tokenize texts out"),
     "tokenize texts out --documents=pages": (
         "write file, (lines), ",
         "tokenize texts out --documents={0}",
@@ -119,7 +119,7 @@ FOLLOWED = {
         "+ {0} --validation_fraction=0",
     ),
     "tokenize torn.jsonl out": ("(--skip_unreadable=true) skips", "+ {0} --validation_fraction=0"),
-    "tokenize sets out": ("others with (--skip_unreadable=true)", "+ {0}"),
+    "tokenize sets out": ("other files with (--skip_unreadable=true)", "+ {0}"),
     "tokenize unnamed.json out": (r"(--format=\S+) reads it", "+ {0}"),
     "tokenize array.npy out": ("give (--tokenizer=none)", "+ {0} --pack=none --vocab_size=400"),
     "tokenize data/builtin out": (r"(--dataset_path=\S+);", f"{TRAIN} {{0}}"),
@@ -296,7 +296,7 @@ FOLLOWED = {
     f"{MINE} --gpus=2": ("(trains on the CPU)", MINE),
     # models
     "evaluate runs/demo texts": (
-        r"of it: (.*) OUT (.*); then (evaluate) OUT/train",
+        r"from it: (.*) OUT (.*); then (evaluate) OUT/train",
         "{0} out {1}",
         "evaluate runs/demo out/train --limit=2",
     ),
