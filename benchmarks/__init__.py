@@ -1,4 +1,4 @@
-"""Compares this project with peers, in one run: each benchmark prints a table. RESULTS.md lists them."""
+"""Contains the benchmarks. Each one prints a table. RESULTS.md lists them."""
 
 from mamba_fsdp import interpreter
 

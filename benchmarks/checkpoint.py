@@ -1,13 +1,16 @@
-"""Measures what saving and loading cost, on one or more ranks of this machine:
+"""Measures the time of saving and loading checkpoints, on one or more ranks of this machine:
 
     torchrun --nproc-per-node=2 -m benchmarks.checkpoint --gib=1 --folder=FOLDER_OF_RUNS
 
-State (weights and the optimiser's two moments, as much on each rank) of so many GiB in all is saved and loaded, in
-turn with what the disk does by itself, on all ranks at once; medians of the rounds, ratios within a round:
+The state (weights and the two moments of the optimizer) has --gib GiB in total, with equal parts on all ranks. It is saved and
+loaded in turn with plain reads and writes of the disk, on all ranks at the same time. The table contains the medians over the
+rounds of three ratios:
 
-  save     `dd conv=fsync` of as many bytes, over a synchronous save (written, flushed, read back, committed)
-  load     reading each rank's file, over finding the newest checkpoint whole and loading it, from an empty cache
-  stall    seconds for which an asynchronous save held the updates up, over the seconds of a synchronous save
+  save     time of `dd conv=fsync` with the same number of bytes, divided by the time of a synchronous save, in which the file
+           is written, flushed, read back and committed
+  load     time of reading each rank's file, divided by the time of verifying and loading the newest checkpoint, without
+           page cache
+  stall    seconds for which an asynchronous save delays the updates, divided by the seconds of a synchronous save
 """
 
 import os
@@ -26,15 +29,15 @@ from mamba_fsdp.parallel.model import Shard
 from mamba_fsdp.parallel.world import start_world
 from mamba_fsdp.trainer.run_folder import RunFolder
 
-TENSORS = 24  # of weights, on each rank
+TENSORS = 24  # the number of weights on each rank
 COLUMNS = ("save", "load", "stall")
 
 
-def main(words=None):
+def main():
     parser = command_line(__doc__, rounds=5)
-    parser.add_argument("--gib", type=float, default=1.0, help="all the state")
-    parser.add_argument("--folder", default=".", help="on the disk to measure")
-    given = parser.parse_args(words)
+    parser.add_argument("--gib", type=float, default=1.0, help="total size of the state")
+    parser.add_argument("--folder", default=".", help="a folder on the disk to measure")
+    given = parser.parse_args()
     world = start_world()
     torch.set_num_threads(1)
     run = world.broadcast_object(Path(given.folder, f".checkpoint_{os.getpid()}"))
@@ -45,11 +48,10 @@ def main(words=None):
         row = {"GiB": f"{given.gib:g}", "ranks": world.size}
         print(table([row | {name: f"{share:.1%}" for name, share in found.items()}]))
     world.close()
-    return found
 
 
 class Bench:
-    """The times of one machine, each from when all ranks begin to when the last has ended."""
+    """Measures the times of one machine. Each time is from the common start of all ranks to the end of the last rank."""
 
     def __init__(self, world, run, gib):
         self.world = world
@@ -72,7 +74,7 @@ class Bench:
         return time.perf_counter() - began
 
     def measure(self):
-        """Measures one round. Returns {column: its value}."""
+        """Measures one round. Returns {column: ratio}."""
         dd = self.seconds(self.write_with_dd)
         folder = RunFolder(self.run)
         self.world.on_rank0(folder.acquire)
@@ -99,12 +101,13 @@ class Bench:
     def write_with_dd(self):
         file = self.run.with_name(f"{self.run.name}_{self.world.rank}")
         count = max(1, self.bytes // self.world.size >> 20)
-        words = ["dd", "if=/dev/zero", f"of={file}", "bs=1M", f"count={count}", "conv=fsync"]
-        subprocess.run(words, check=True, capture_output=True)
+        command = ["dd", "if=/dev/zero", f"of={file}", "bs=1M", f"count={count}", "conv=fsync"]
+        subprocess.run(command, check=True, capture_output=True)
         file.unlink()
 
     def read_over_load(self, files):
-        """Returns the ratio of both, five times in turn: a disk's rate may change fivefold within a second."""
+        """Returns the ratio of the median times of reading and loading. Both are measured five times in turn, because the rate
+        of a disk can change fivefold within a second."""
         own = files[0].parent / f"rank_{self.world.rank:05}.safetensors"
         buffer = bytearray(own.stat().st_size)
 
@@ -129,7 +132,8 @@ class Bench:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def stall(self):
-        """Returns the seconds for which a save held up concurrent steps: the second save, which finds its buffers."""
+        """Returns the seconds for which a save delays concurrent steps. It is the second save, because the first one allocates
+        buffers."""
         saver = self.checkpointer(asynchronous=True)
         for step in (2, 3):
             saver.wait()

@@ -1,7 +1,7 @@
-"""Measures what a checkpoint of very many ranks takes: `python -m benchmarks.checkpoint_scale PRESET [--ranks=1024]`.
+"""Measures the cost of a checkpoint for many ranks: `python -m benchmarks.checkpoint_scale PRESET [--ranks=1024]`.
 
-Rank 0's own code saves and commits and looks for what to resume from; the other ranks are replaced by what they would
-have told it, computed for fully sharded rows. Files have their sizes and no content.
+The code of rank 0 saves and commits a checkpoint, and finds it again. The other ranks are replaced by the reports that they
+would send, computed for rows that are fully sharded. The files have the right sizes but no content.
 """
 
 import math
@@ -38,8 +38,8 @@ XXH3 = "0" * 16
 
 
 def shards_of(spec, rank, ranks):
-    """Returns [(Shard without its data, its elements)] of a rank under FSDP2: rows are split evenly, fp32 stays
-    whole."""
+    """Returns [(Shard without data, number of its elements)] of a rank under FSDP2: rows are split evenly over the ranks, but
+    fp32 parameters are replicated."""
     shards = []
     for kind in KINDS:
         for name, parameter in spec.items():
@@ -56,7 +56,7 @@ def shards_of(spec, rank, ranks):
 
 
 def file_of(spec, rank, ranks):
-    """Returns what a rank would tell rank 0."""
+    """Returns the report of a rank to rank 0."""
     pieces = []
     for turn, (shard, count) in enumerate(shards_of(spec, rank, ranks)):
         start, stop = range_to_write(count, shard.replicas, shard.replica_index, turn)
@@ -67,7 +67,7 @@ def file_of(spec, rank, ranks):
 
 
 class Many(World):
-    """Rank 0's view: the other ranks have told it what `others` has, and report no error."""
+    """The world as seen from rank 0. others: the reports of the other ranks, which do not exist."""
 
     def __init__(self, others):
         super().__init__(0, len(others) + 1, 8, CPU)
@@ -88,14 +88,8 @@ class Many(World):
         return work(*inputs)
 
 
-def sparse(path, size):
-    with open(path, "wb") as file:
-        file.truncate(size)
-
-
 def measure(config, ranks):
-    """Returns {what: number} of a save, its commit and the choice of what to resume from, on rank 0 of so many
-    ranks."""
+    """Returns {name: number} for a save, its commit, and finding the checkpoint again, on rank 0 of `ranks` ranks."""
     spec = parameters(config)
     others = [file_of(spec, rank, ranks) for rank in range(1, ranks)]
     own = file_of(spec, 0, ranks)
@@ -104,13 +98,14 @@ def measure(config, ranks):
 
         def write(path, *_):
             for file in (own, *others):
-                sparse(path.with_name(file.name), file.checksum.bytes)
+                with open(path.with_name(file.name), "wb") as sparse:
+                    sparse.truncate(file.checksum.bytes)
             calls.clear()
             return own.checksum
 
         def count(event, arguments):
             if threading.current_thread().name == "lease":
-                return  # renewed now and then, whatever is saved
+                return  # this thread renews the lease at any time
             if event in ("open", "os.listdir", "os.scandir", "os.rename", "os.mkdir"):
                 calls[event] += str(arguments[0]).startswith(run)
 
@@ -125,7 +120,7 @@ def measure(config, ranks):
         for shard, elements in shards_of(spec, 0, ranks):
             shards.append(replace(shard, data=torch.zeros(elements)))
         began = time.perf_counter()
-        # Sparse files need no room.
+        # Sparse files do not take disk space.
         room = mock.patch.object(shutil, "disk_usage", lambda _: SimpleNamespace(free=math.inf))
         with mock.patch.object(module, "write_pieces", write), room:
             checkpointer.save(1, shards, {})
@@ -155,13 +150,13 @@ def measure(config, ranks):
 
 
 def main():
-    words = command_line(__doc__)
-    words.add_argument("preset")
-    words.add_argument("--ranks", type=int, default=1024)
-    given = words.parse_args()
+    parser = command_line(__doc__)
+    parser.add_argument("preset")
+    parser.add_argument("--ranks", type=int, default=1024)
+    given = parser.parse_args()
     found = measure(ModelConfig(**preset(given.preset)), given.ranks)
     print(f"{given.preset} on {given.ranks} ranks, fully sharded, in {given.ranks + 2} files")
-    print(table({"what": name, "value": f"{value:,.3f}"} for name, value in found.items()))
+    print(table({"name": name, "value": f"{value:,.3f}"} for name, value in found.items()))
 
 
 if __name__ == "__main__":

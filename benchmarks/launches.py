@@ -1,10 +1,11 @@
-"""Measures the host's part of a training step on a GPU, on a device that computes nothing:
+"""Measures the host time of a training step on a GPU, with a null device that computes nothing:
 
-    .venv-torch2.2/bin/python -m benchmarks.launches    by the pinned stack
-    .venv/bin/python -m benchmarks.launches             by a current one, which is installed in a cache folder
+    .venv-torch2.2/bin/python -m benchmarks.launches    with the pinned stack
+    .venv/bin/python -m benchmarks.launches             with a current stack, which is installed in a cache folder
 
-CPU time and launches of a block, forward and backward, for a micro-batch, and of a step. A block's are those of a model
-with twice the layers less the model's own. Launches: of torch, of Triton, and calls of cuBLAS.
+Prints the CPU time and the number of launches of a block (forward and backward pass of a micro-batch) and of a step. The
+figures of a block are the difference between a model with twice the layers and the model. Launches are counted separately for
+torch, Triton and cuBLAS.
 """
 
 import ctypes
@@ -34,7 +35,8 @@ SHAPE = {"batch_size": 2, "seq_length": 4096, "global_batch_size": 0, "recipe": 
 
 
 def counted_step(settings: TrainConfig, layers: int) -> Callable[[], torch.Tensor]:
-    """Returns a function that takes a step of so many layers and returns all launches so far, by kind."""
+    """Returns a function that takes a step of a model with `layers` layers, and returns the number of launches so far, by
+    kind."""
     library = ctypes.CDLL(os.environ["LD_PRELOAD"])
     step = our_step(settings, torch.device("cuda"), n_layer=layers)
     tokens = torch.zeros(SHAPE["batch_size"], SHAPE["seq_length"] + 1, dtype=torch.long).cuda()
@@ -47,7 +49,7 @@ def counted_step(settings: TrainConfig, layers: int) -> Callable[[], torch.Tenso
 
 
 def row(model: str) -> dict[str, object]:
-    """Returns a row of the table."""
+    """Returns the row of a model in the table."""
     settings = resolve_settings(MODELS[model] | SHAPE)
     layers = settings.model.n_layer
     makers = {count: partial(counted_step, settings, count) for count in (layers, 2 * layers)}
@@ -64,7 +66,7 @@ def row(model: str) -> dict[str, object]:
 
 
 def main() -> None:
-    if "LD_PRELOAD" in os.environ:  # this process is on the device
+    if "LD_PRELOAD" in os.environ:  # this process uses the null device
         print(table(row(model) for model in MODELS))
         return
     with tempfile.TemporaryDirectory() as folder:

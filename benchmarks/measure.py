@@ -1,66 +1,54 @@
-"""Measures alternatives in turn, within one run, and prints tables: what the benchmarks share.
+"""Contains the functions that the benchmarks share: they measure alternatives in turn, and format tables.
 
-Only ratios of one run are compared, round by round: other programs on the machine then disturb all alternatives alike.
+Only times of the same round are compared, because other programs on the machine then affect all alternatives equally.
 """
 
 import argparse
 import multiprocessing
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
-WARM_UP = 2  # steps that are not counted
+WARM_UP = 2  # steps before the first measured one
 
 
 class Step(NamedTuple):
-    """What one step took."""
+    """The measurements of one step."""
 
     seconds: float
-    cpu_seconds: float  # of all threads of the process
-    peak: int  # MB that it has held at most
-    returned: Any  # by the step
+    cpu_seconds: float  # total of all threads of the process
+    peak: int  # peak memory of the process in MB
+    returned: Any  # return value of the step
 
 
-class Worker:
-    """A process of its own that takes a step whenever it is asked to."""
-
-    def __init__(self, make_step: Callable[[], Callable[[], Any]]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, make_step), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def wait_until_ready(self) -> None:
-        self.connection.recv()
-
-    def step(self) -> Step:
-        self.connection.send("step")
-        return self.connection.recv()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
+# Contains the function that takes a step, in a process of steps_in_turn.
+process_steps: list[Callable[[], Any]] = []
 
 
-def _serve(connection: Any, make_step: Callable[[], Callable[[], Any]]) -> None:
+def _prepare(make_step: Callable[[], Callable[[], Any]]) -> None:
     step = make_step()
     for _ in range(WARM_UP):
         step()
-    connection.send("ready")
-    while connection.recv():
-        began = time.perf_counter()
-        cpu_began = time.process_time()
-        returned = step()
-        seconds = time.perf_counter() - began
-        cpu_seconds = time.process_time() - cpu_began
-        connection.send(Step(seconds, cpu_seconds, _most_megabytes(), returned))
+    process_steps.append(step)
 
 
-def _most_megabytes() -> int:
+def _measure_step() -> Step:
+    began = time.perf_counter()
+    cpu_began = time.process_time()
+    returned = process_steps[0]()
+    seconds = time.perf_counter() - began
+    cpu_seconds = time.process_time() - cpu_began
+    return Step(seconds, cpu_seconds, _peak_megabytes(), returned)
+
+
+def _step_in(pool: ProcessPoolExecutor) -> Step:
+    return pool.submit(_measure_step).result()
+
+
+def _peak_megabytes() -> int:
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) // 1024
 
@@ -68,20 +56,21 @@ def _most_megabytes() -> int:
 def steps_in_turn(
     makers: Mapping[str, Callable[[], Callable[[], Any]]], rounds: int
 ) -> dict[str, list[Step]]:
-    """Returns {name: a step of each round}. Each maker is called in a process of its own and returns a function that
-    takes a step."""
+    """Takes steps of the alternatives in turn. Returns {name: the step of each round}.
+
+    makers: {name: a function that returns the function that takes a step}. Each is called in a separate process."""
+    context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
-        workers = {}
+        pools = {}
         for name, make_step in makers.items():
-            workers[name] = Worker(make_step)
-            stack.callback(workers[name].end)
-        for worker in workers.values():
-            worker.wait_until_ready()
-        return in_turn({name: worker.step for name, worker in workers.items()}, rounds)
+            pool = ProcessPoolExecutor(1, context, _prepare, (make_step,))
+            pools[name] = stack.enter_context(pool)
+        wait([pool.submit(int) for pool in pools.values()])  # all processes have started
+        return in_turn({name: partial(_step_in, pool) for name, pool in pools.items()}, rounds)
 
 
 def command_line(description: str | None, rounds: int = 0) -> argparse.ArgumentParser:
-    """Returns the parser of a program's words; with `rounds`, so many by default."""
+    """Returns the parser of a benchmark's arguments. rounds: the default of --rounds; 0: there is no such option."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,7 +80,7 @@ def command_line(description: str | None, rounds: int = 0) -> argparse.ArgumentP
 
 
 def in_turn(works: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
-    """Returns {name: what each call returned}, from one call of each in every round."""
+    """Calls each function once per round. Returns {name: the results}."""
     found: dict[str, list[Any]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
@@ -100,19 +89,14 @@ def in_turn(works: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, li
 
 
 def in_processes(work: Callable[[Any], Any], jobs: Iterable[Any], processes: int) -> Iterator[Any]:
-    """Yields the result of `work` for each job. So many processes work at the same time."""
+    """Yields work(job) for each job. processes: the number of processes that work at the same time."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         yield from pool.map(work, jobs)
 
 
-def times_as_fast(own: Iterable[float], base: Iterable[float]) -> float:
-    """Returns how many times as fast as `base` something is: the median of the rounds' ratios of seconds."""
-    return statistics.median(theirs / ours for ours, theirs in zip(own, base))
-
-
 def table(rows: Iterable[Mapping[str, object]]) -> str:
-    """Returns Markdown with aligned columns, which are the first row's."""
+    """Formats rows as a Markdown table with aligned columns. The first row determines the columns."""
     rows = list(rows)
     names = list(rows[0])
     lines = [names]

@@ -1,4 +1,4 @@
-"""Takes our training step outside of a run, as training.py takes it."""
+"""Takes a training step of this program outside of a run, with the functions that a run uses."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

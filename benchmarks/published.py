@@ -1,13 +1,14 @@
-"""Compares what `plan` expects with training rates that others have published.
+"""Compares the predictions of `plan` with training rates that other projects have published.
 
     python -m benchmarks.published
 
-One efficiency for each kind of work (mamba_fsdp/planning/roofline.py) serves all rows. Published rates are in tokens/s
-of a device; state-spaces/mamba #904 tells TFLOP/s, which are taken as this project counts them. What a source does not
-say is chosen as is usual there: its machines as the nearest of mamba_fsdp/planning/devices.py, Llama-3 8B with 8,192
-tokens, half of its blocks recomputing. fms-fsdp reduces gradients in bf16, half of our bytes: if only they cross the
-network (hsdp), it is taken as twice as fast. torch.compile is not in the formulas; fms-fsdp's rates of 2025 have it,
-its rates of 2024 do not.
+The same efficiency for each kind of work (mamba_fsdp/planning/roofline.py) is used for all rows. Published rates are in tokens/s
+per device. state-spaces/mamba #904 reports TFLOP/s instead; they are converted with the FLOPs that this project counts.
+
+Details that a source does not mention are assumed: the machine is the most similar one in mamba_fsdp/planning/devices.py, and
+Llama-3 8B has 8,192 tokens per sequence and recomputes half of its blocks. fms-fsdp reduces gradients in bf16, which are half
+of the bytes of this project. If only gradients are sent over the network (hsdp), the network is therefore taken as twice
+as fast. The formulas do not include torch.compile. fms-fsdp used it for the rates of 2025, but not for those of 2024.
 """
 
 from dataclasses import replace
@@ -33,7 +34,7 @@ class Published(NamedTuple):
     machine: Instance
     devices: int
     batch: int
-    rate: float  # of a device, a second
+    rate: float  # `unit` per second and device
     strategy: str = "fsdp"
     recompute: str = ""
     length: int = 0
@@ -47,7 +48,7 @@ LARGEST = ("llama2_70b", "fsdp", "1", 6)
 
 
 def fms(year: str, machine: Instance, rates: tuple[float, ...]) -> list[Published]:
-    """Returns fms-fsdp's four models on 128 devices; between nodes hsdp sends half of our bytes."""
+    """Returns the rows of the four models of fms-fsdp on 128 devices. rates: the rate of each model."""
     rows = []
     for rate, (model, strategy, recompute, batch) in zip(rates, (SMALL, MEDIUM, LARGE, LARGEST)):
         network = machine.network * (2 if strategy == "hsdp" else 1)
@@ -86,7 +87,7 @@ def expected(row: Published) -> Estimate:
 
 
 def rates(row: Published) -> tuple[float, float]:
-    """Returns (published, expected) tokens/s of a device."""
+    """Returns (published, predicted) tokens/s per device."""
     found = expected(row)
     rate = found.tokens_per_second / row.devices
     if row.unit == "TFLOP":
@@ -96,7 +97,7 @@ def rates(row: Published) -> tuple[float, float]:
 
 
 def compared() -> str:
-    """Returns the table of benchmarks/RESULTS.md."""
+    """Returns the table in benchmarks/RESULTS.md."""
     rows = []
     for row in PUBLISHED:
         published, rate = rates(row)
@@ -109,5 +110,5 @@ def compared() -> str:
 
 
 if __name__ == "__main__":
-    command_line(__doc__).parse_args()  # takes no words but --help
+    command_line(__doc__).parse_args()  # the only option is --help
     print(compared())

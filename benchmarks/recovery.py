@@ -1,9 +1,9 @@
-"""Measures what a lost rank and a lost node cost, compared with plain torchrun: `python -m benchmarks.recovery`.
+"""Measures the time lost with a rank or a node, compared with plain torchrun: `python -m benchmarks.recovery`.
 
-Prints the seconds from the loss to the next applied step of a demo run of two ranks, under this launcher and under
-plain torchrun, in turn. A rank is lost by SIGKILL on this machine. A node is lost when its power is cut in a Slurm
-cluster of three virtual nodes on this machine, one of which is a spare; that part needs root and Slurm's daemons.
-data/builtin must be there: ./1.train.sbatch makes it.
+Prints the seconds from the loss to the next step of a demo run with two ranks. The launcher of this project and plain torchrun
+take turns. A rank is lost by SIGKILL on this machine. A node is lost by cutting its power in a Slurm cluster of three virtual
+nodes on this machine, one of which is a spare. The second part needs root and the daemons of Slurm. data/builtin must exist;
+./1.train.sbatch creates it.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from mamba_fsdp.run.records import read_events
 from tests.support.cluster import Cluster, missing
 
 PROJECT = Path(__file__).resolve().parents[1]
-MAX_SECONDS = 400  # to wait for anything
+MAX_SECONDS = 400  # the longest time to wait for an event
 DEMO = [
     "--config=config/demo.yaml",
     "--num_steps=100000",
@@ -40,11 +40,11 @@ LAUNCHERS = {
     OURS: ["./1.train.sbatch"],
     TORCHRUN: [*RUN_TORCHRUN, "--standalone", "--nproc-per-node=2", "training.py"],
 }
-# Without the last one, ranks of plain torchrun look for the addresses of those before them, and fail.
+# Without the second variable, restarted ranks of plain torchrun read the addresses of the earlier ranks, and fail.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 RANK_ENVIRONMENT = ENVIRONMENT | {"PROCESSES_PER_NODE": "2"}
 NODE_ENVIRONMENT = ENVIRONMENT | {"SPARE_NODES": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-# Plain torchrun has no spares: it trains on three nodes, and then on two.
+# Plain torchrun has no spare nodes. It trains on three nodes, and after the loss on two.
 ELASTIC = "--nnodes=2:3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node1:29500 --rdzv-id=1".split()
 STEP_OF_ALL_NODES = (
     "srun --no-kill --kill-on-bad-exit=0 --nodes=3 --ntasks=3 --cpu-bind=none".split()
@@ -71,7 +71,7 @@ def children(pid: int) -> list[int]:
 
 
 def ranks_of(pid: int) -> list[int]:
-    """Returns the ranks of torchrun, or of this launcher; the launcher's children are programs that start ranks."""
+    """Returns the process ids of the ranks. They are children of torchrun, or grandchildren of this project's launcher."""
     below = children(pid)
     return [rank for child in below for rank in children(child)] or below
 
@@ -83,7 +83,7 @@ def wait_until(happened: Callable[[], Any], what: str) -> Any:
         if value:
             return value
         time.sleep(0.05)
-    raise SystemExit(f"never came: {what}")
+    raise SystemExit(f"waited {MAX_SECONDS} s for {what}")
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -115,13 +115,14 @@ def lose_a_rank(launcher: list[str]) -> float:
 
 
 def lose_a_node(cluster: Cluster, launcher: str) -> float:
-    """Cuts the power of the second node. Slurm does not notice it meanwhile."""
+    """Returns the seconds to the next step after the power of the second node is cut. Slurm does not notice the loss in this
+    time."""
     with tempfile.TemporaryDirectory(dir=cluster.folder, ignore_cleanup_errors=True) as folder:
         run = f"{folder}/run"
-        words = [*DEMO, f"--save_ckpt_path={run}"]
-        script = [PROJECT / "1.train.sbatch", *words]
+        arguments = [*DEMO, f"--save_ckpt_path={run}"]
+        script = [PROJECT / "1.train.sbatch", *arguments]
         if launcher == TORCHRUN:
-            command = [*STEP_OF_ALL_NODES, *RUN_TORCHRUN, *ELASTIC, "training.py", *words]
+            command = [*STEP_OF_ALL_NODES, *RUN_TORCHRUN, *ELASTIC, "training.py", *arguments]
             script = ["--wrap=" + " ".join(command)]
         options = ["--nodes=3", "--exclusive", "--no-kill", f"--output={folder}/log"]
         cluster.run("sbatch", *options, *script, cwd=PROJECT, env=NODE_ENVIRONMENT)
@@ -147,10 +148,12 @@ def show(title: str, works: dict[str, Callable[[], float]], rounds: int) -> None
 
 def main() -> None:
     rounds = command_line(__doc__, rounds=3).parse_args().rounds
-    show("rank", {name: partial(lose_a_rank, words) for name, words in LAUNCHERS.items()}, rounds)
+    show(
+        "rank", {name: partial(lose_a_rank, command) for name, command in LAUNCHERS.items()}, rounds
+    )
     reason = missing()
     if reason:
-        print(f"\nthe loss of a node: not measured, since {reason}")
+        print(f"\nthe loss of a node was not measured: {reason}")
         return
     with tempfile.TemporaryDirectory() as folder:
         with Cluster(Path(folder, "slurm"), gpus=[0, 0, 0]) as cluster:

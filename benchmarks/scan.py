@@ -1,10 +1,9 @@
-"""Compares a whole training step of Mamba-1 on the CPU with transformers' model of the same size: tokens/s, peak
-memory.
+"""Compares a training step of Mamba-1 on the CPU with the model of transformers of the same size: tokens/s, peak memory.
 
-    python -m benchmarks.scan [--size tiny --size small] [--rounds 7] [--threads 2] [--vocab_size 1024]
+    python -m benchmarks.scan [--rounds 7] [--threads 2]
 
-Each backend is a process of its own that takes the same steps (forward, loss, backward, AdamW) on a batch of the same
-shape, one step of each in turn: ours as training.py takes them, transformers' with use_mambapy=True.
+Each backend runs in a separate process. All take the same steps (forward, loss, backward, AdamW) in turn, on batches of the
+same shape. The model of transformers runs with use_mambapy=True.
 """
 
 import statistics
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.measure import command_line, steps_in_turn, table, times_as_fast
+from benchmarks.measure import command_line, steps_in_turn, table
 from benchmarks.our_step import our_step
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.parallel.world import CPU
@@ -30,8 +29,9 @@ class Size(NamedTuple):
 
 
 SIZES = {"tiny": Size(128, 4, 256, 8), "small": Size(256, 8, 512, 4)}
+VOCABULARY = 1024
 SHIPPED = "transformers mambapy"
-OURS = {  # the backends and the precision of products
+OURS = {  # {name: (backend, precision of matrix products)}
     "reference": ("reference", "fp32"),
     "cpp": ("cpp", "fp32"),
     "reference, bf16 products": ("reference", "bf16"),
@@ -39,13 +39,13 @@ OURS = {  # the backends and the precision of products
 }
 
 
-def their_step(size: Size, vocab_size: int, threads: int) -> Callable[[], None]:
+def their_step(size: Size, threads: int) -> Callable[[], None]:
     from transformers import MambaConfig, MambaForCausalLM
 
-    import_module("mambapy")  # without it transformers would run its plain loop without a word
+    import_module("mambapy")  # if it is missing, transformers silently runs a slow loop
     torch.set_num_threads(threads)
     config = MambaConfig(
-        vocab_size=vocab_size,
+        vocab_size=VOCABULARY,
         hidden_size=size.d_model,
         num_hidden_layers=size.n_layer,
         use_mambapy=True,
@@ -54,7 +54,7 @@ def their_step(size: Size, vocab_size: int, threads: int) -> Callable[[], None]:
     )
     model = MambaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(vocab_size, (size.batch, size.length))
+    tokens = torch.randint(VOCABULARY, (size.batch, size.length))
 
     def step() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -64,29 +64,28 @@ def their_step(size: Size, vocab_size: int, threads: int) -> Callable[[], None]:
     return step
 
 
-def step_on_tokens(settings: TrainConfig, threads: int = 0) -> Callable[[], float]:
-    """Returns a function that takes our step on made-up tokens. threads: 0 leaves torch's own number."""
-    if threads:
-        torch.set_num_threads(threads)
+def step_on_tokens(settings: TrainConfig, threads: int) -> Callable[[], float]:
+    """Returns a function that takes a step of this program on random tokens."""
+    torch.set_num_threads(threads)
     shape = (settings.training.batch_size, settings.data.seq_length + 1)
-    tokens = torch.randint(settings.model.vocab_size, shape)
+    tokens = torch.randint(VOCABULARY, shape)
     return partial(our_step(settings, CPU), tokens)
 
 
-def settings_of(size: Size, vocab_size: int, **others: str) -> TrainConfig:
+def settings_of(size: Size, **others: str) -> TrainConfig:
     model = ModelConfig(
-        layers="mamba1", d_model=size.d_model, n_layer=size.n_layer, vocab_size=vocab_size
+        layers="mamba1", d_model=size.d_model, n_layer=size.n_layer, vocab_size=VOCABULARY
     )
     return TrainConfig(model).with_values(
         batch_size=size.batch, seq_length=size.length, reset_at_documents=False, **others
     )
 
 
-def compare(size: Size, vocab_size: int, rounds: int, threads: int) -> str:
-    """Returns a table."""
-    makers: dict[str, Callable] = {SHIPPED: partial(their_step, size, vocab_size, threads)}
+def compare(size: Size, rounds: int, threads: int) -> str:
+    """Returns the table of a size."""
+    makers: dict[str, Callable] = {SHIPPED: partial(their_step, size, threads)}
     for name, (kernels, precision) in OURS.items():
-        settings = settings_of(size, vocab_size, kernels=kernels, mixed_precision=precision)
+        settings = settings_of(size, kernels=kernels, mixed_precision=precision)
         makers[name] = partial(step_on_tokens, settings, threads)
     taken = steps_in_turn(makers, rounds)
     seconds = {name: [step.seconds for step in steps] for name, steps in taken.items()}
@@ -96,7 +95,8 @@ def compare(size: Size, vocab_size: int, rounds: int, threads: int) -> str:
         peak = taken[name][-1].peak
         rate = size.batch * size.length / statistics.median(seconds[name])
         row = {"backend": name, "tokens/s": f"{rate:,.0f}"}
-        row["x shipped"] = f"{times_as_fast(seconds[name], seconds[SHIPPED]):.1f}"
+        ratios = [theirs / ours for ours, theirs in zip(seconds[name], seconds[SHIPPED])]
+        row["x shipped"] = f"{statistics.median(ratios):.1f}"
         row["peak MB (x shipped)"] = f"{peak:,} ({peak / shipped_peak:.2f})"
         rows.append(row)
     return table(rows)
@@ -104,13 +104,11 @@ def compare(size: Size, vocab_size: int, rounds: int, threads: int) -> str:
 
 def main() -> None:
     parser = command_line(__doc__, rounds=7)
-    parser.add_argument("--size", action="append", choices=SIZES)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--vocab_size", type=int, default=1024)
     given = parser.parse_args()
-    for name in given.size or SIZES:
-        print(f"\n{name}: {SIZES[name]}, vocabulary {given.vocab_size}, {given.threads} threads")
-        print(compare(SIZES[name], given.vocab_size, given.rounds, given.threads), flush=True)
+    for name, size in SIZES.items():
+        print(f"\n{name}: {size}, vocabulary {VOCABULARY}, {given.threads} threads")
+        print(compare(size, given.rounds, given.threads), flush=True)
 
 
 if __name__ == "__main__":

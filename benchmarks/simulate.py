@@ -1,10 +1,10 @@
-"""Simulates a training step without computing: what a rank holds and sends, of any model on any number of ranks.
+"""Simulates a training step of one rank without computing: reports its peak memory and its collectives, for any model on any
+number of ranks.
 
-    python -m benchmarks.simulate PRESET RANKS [--length 64] [--batch 1] [--context 1] [--recompute]
+    python -m benchmarks.simulate PRESET RANKS [--length 64] [--context 1] [--recompute]
 
-The step is the loop's own, on fake tensors in a fake process group: they have shapes, dtypes and devices, no content.
-A minute for a large model: the reference backends take many calls for one of Triton's. Sharded models need a torch with
-FSDP2.
+It runs the step of the training loop on fake tensors, which have a shape, a dtype and a device but no content, in a fake
+process group. A large model takes a minute. Sharded models need a torch with FSDP2.
 """
 
 import contextlib
@@ -44,21 +44,23 @@ from mamba_fsdp.trainer.schedule import Schedule
 
 
 class Collective(NamedTuple):
-    name: str  # as c10d calls it: allreduce_, _allgather_base_, _reduce_scatter_base_
+    name: str  # the name in c10d, such as allreduce_, _allgather_base_, _reduce_scatter_base_
     dtype: torch.dtype
-    numel: int  # of what all ranks have afterwards, or had before it
-    ranks: int  # that take part
+    numel: int  # elements of the largest tensor: the gathered output, or the input that is reduced
+    ranks: int  # number of participating ranks
 
 
 class Simulated(NamedTuple):
-    collectives: list[Collective]  # of a step, in their order
-    peak: dict[str, int]  # bytes at their most: weights, gradients, moments, passing (the rest)
+    collectives: list[Collective]  # the collectives of the step, in order
+    # Bytes at the peak of the total, by part: weights, gradients, moments, passing (all other tensors).
+    peak: dict[str, int]
 
 
 def simulate(settings: TrainConfig, size: int, rank: int = 0, *, inside: bool = False) -> Simulated:
-    """Simulates a step of rank `rank` of `size`, eight on a node, with the backends of a GPU's operators: Triton's if
-    they exist. inside: count what Triton's backends hold while they run, too. A step that asks for a number raises.
-    Not for sharding_strategy=ddp, nor within a process group."""
+    """Simulates a step of the rank `rank` of `size` ranks, with eight ranks per node and with Triton backends where they exist.
+
+    inside: whether to count the buffers that Triton backends allocate while they run. An exception is raised if the step reads
+    a number from a tensor. Does not support sharding_strategy=ddp, and must not be called while a process group exists."""
     training = settings.training
     data = settings.data
     dtype = DTYPES[training.precision("cuda")]
@@ -119,7 +121,7 @@ def simulate(settings: TrainConfig, size: int, rank: int = 0, *, inside: bool = 
 
 
 class _World(World):
-    """A world in which numbers that go to the device or come from it have no content either."""
+    """A world in which copies between host and device have no content."""
 
     def copy_to_device(self, numbers):
         return torch.zeros(len(numbers), dtype=torch.float64, device=self.device)
@@ -134,7 +136,7 @@ class _Batch(Batch):
 
 
 def _fake(batch: Batch) -> _Batch:
-    """Returns the batch on fake tensors. Call within their mode."""
+    """Returns the batch with fake tensors. It must be called within their mode."""
     fields = batch._asdict()
     for name, field in fields.items():
         if isinstance(field, torch.Tensor):
@@ -144,8 +146,8 @@ def _fake(batch: Batch) -> _Batch:
 
 @contextlib.contextmanager
 def _process_group(world: World) -> Iterator[None]:
-    """Makes the fake process group. Numbers of torch's meshes are real in it; one thread does all, since modes see
-    one."""
+    """Creates the fake process group. Inside the block, device meshes are made of real tensors, and backward passes run in this
+    thread, because a dispatch mode sees only the operations of its own thread."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -165,15 +167,17 @@ def _process_group(world: World) -> Iterator[None]:
 
 
 class _Watch(TorchDispatchMode):
-    """Records collectives, and each time that storage on the device is made, changes its size or is freed."""
+    """A dispatch mode that records collectives, and each allocation, resize and release of storage on the device."""
 
     def __init__(self, inside):
         super().__init__()
         self.inside = inside
         self.collectives = []
-        self.number_of = {}  # address of a storage that lives -> its number
-        self.sizes = []  # (number of a storage, its new size)
-        self.built = 0  # sizes before the step, of the model that is made whole and then cut
+        self.number_of = {}  # {address of an existing storage: its number}
+        self.sizes = []  # [(number of a storage, its new size)]
+        self.built = (
+            0  # the length of `sizes` before the step, after the model was built and sharded
+        )
 
     def __enter__(self):
         def resize(storage, size, resize=torch.UntypedStorage.resize_):
@@ -189,7 +193,9 @@ class _Watch(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        if self.inside and function.namespace == "mamba_fsdp":  # it is run, but for the kernels
+        if (
+            self.inside and function.namespace == "mamba_fsdp"
+        ):  # runs the operator without its kernels
             with (
                 self,
                 mock.patch.object(FakeTensor, "is_meta", True),
@@ -222,7 +228,7 @@ class _Watch(TorchDispatchMode):
         self.sizes.append((self.number_of[address], storage.nbytes()))
 
     def peak(self, **parts):
-        """Returns {part: bytes} at their peak, of these tensors and as `passing` of all others."""
+        """Returns {part: bytes} at the peak of the total. parts: {part: tensors}; all other tensors are in `passing`."""
         part_of = {
             self.number_of[tensor.untyped_storage()._cdata]: part
             for part, tensors in parts.items()
@@ -241,29 +247,28 @@ class _Watch(TorchDispatchMode):
 
 
 def main():
-    words = command_line(__doc__)
-    words.add_argument("preset")
-    words.add_argument("ranks", type=int)
-    words.add_argument("--length", type=int, default=64, help="tokens of a sample")
-    words.add_argument("--batch", type=int, default=1, help="samples of a micro-batch")
-    words.add_argument("--context", type=int, default=1, help="ranks that share each sample")
-    words.add_argument("--recompute", action="store_true", help="activations in the backward pass")
-    given = words.parse_args()
+    parser = command_line(__doc__)
+    parser.add_argument("preset")
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("--length", type=int, default=64, help="tokens per sample")
+    parser.add_argument("--context", type=int, default=1, help="ranks that share each sample")
+    parser.add_argument("--recompute", action="store_true", help="recompute activations")
+    given = parser.parse_args()
     settings = TrainConfig(ModelConfig(**preset(given.preset)))
     settings = settings.with_values(
         seq_length=given.length,
-        batch_size=given.batch,
+        batch_size=1,
         context_parallel=given.context,
         fsdp_activation_checkpointing=given.recompute,
     )
     found = simulate(settings, given.ranks, inside=True)
     rows: list[dict[str, object]] = []
     for part, size in found.peak.items():
-        rows.append({"holds or sends": part, "GB": f"{size / 1e9:.3f}", "times": ""})
-    for each, times in Counter(found.collectives).items():
+        rows.append({"memory or collective": part, "GB": f"{size / 1e9:.3f}", "calls": ""})
+    for each, calls in Counter(found.collectives).items():
         size = each.numel * each.dtype.itemsize
         title = f"{each.name}, {each.dtype}"
-        rows.append({"holds or sends": title, "GB": f"{size / 1e9:.3f}", "times": times})
+        rows.append({"memory or collective": title, "GB": f"{size / 1e9:.3f}", "calls": calls})
     print(table(rows))
 
 

@@ -1,1 +1,1 @@
-"""Measures what a lent GPU can show: python -m benchmarks.gpu --call A."""
+"""Measures this project on a GPU: python -m benchmarks.gpu --call A."""

@@ -1,20 +1,21 @@
-"""Measures what a lent GPU can show, in calls of at most nine minutes.
+"""Measures this project on a GPU, in calls of at most nine minutes.
 
     python -m benchmarks.gpu --call A           then B, then C
     python -m benchmarks.gpu --only candidates,ncu
                             [--out FOLDER] [--rehearse]
 
-A: warm compiles and tunes everything beforehand. mamba2-1.3b and mamba-1.4b: their training step compared with mamba_ssm's
-and transformers' model, and 150 steps on a card that is warm.
-B: tests/gpu. run: two cold starts that must choose the same kernels, a warm one, equal bits of equal runs and after a
-kill, stalls by saves. sanitizer: our kernels in small layers under compute-sanitizer.
-C: candidates: launch configurations and backends compared, with Triton's ptxas and then with CUDA's. ncu: our kernels in
-a layer of each model. traces: 200 steps of training.py, with the kernels that it chooses.
+Call A consists of these parts: warm compiles and tunes all kernels. mamba2-1.3b and mamba-1.4b compare the training step of this
+project with the models of mamba_ssm and transformers, and take 150 steps on a warm GPU.
+Call B: tests runs tests/gpu. run makes two cold starts that must select the same kernels, a warm start, and a start after a
+kill, compares the bits of these runs, and measures the delay by saves. sanitizer runs our kernels in small layers under
+compute-sanitizer.
+Call C: candidates compares launch configurations and backends with Triton's ptxas, candidates-cuda with CUDA's. ncu profiles
+our kernels in a layer of each model. traces takes 200 steps of training.py with the kernels that it selects.
 
-Each part runs in a process of its own with its own time limit, and leaves NAME.log in FOLDER (default: $OUT, else
-gpu-results); its table goes into the call's summary. --rehearse: tiny, and on the CPU if there is no GPU. Calls that
-follow each other on one machine share what Triton compiled. If the machine has no git, add the commit.
-docs/kernels.md has the commands for a machine that is lent for half an hour.
+Each part runs in a separate process with its own time limit, and writes NAME.log in FOLDER (default: $OUT, else gpu-results).
+Its table is added to the summary of the call. --rehearse uses tiny sizes, and the CPU if there is no GPU. Later calls on the
+same machine use the compiled kernels of earlier ones. If the machine has no git, add the commit to the summary by hand.
+docs/kernels.md contains the commands for a machine that is available for half an hour.
 """
 
 import argparse
@@ -37,7 +38,7 @@ import torch
 from benchmarks.gpu import candidates, models, runs, warm
 from benchmarks.measure import command_line, table
 
-LIMITS = {  # seconds at most; a scan's four kernels take Triton twenty of them, for each dtype
+LIMITS = {  # in seconds; Triton compiles the four kernels of a scan in 20 s for each dtype
     "warm": 150,
     "mamba2-1.3b": 180,
     "mamba-1.4b": 180,
@@ -54,7 +55,7 @@ CALLS = {
     "B": ("tests", "run", "sanitizer"),
     "C": ("candidates", "candidates-cuda", "ncu", "traces"),
 }
-ON_DEVICE = {  # called with the device and whether all is small; all others are presets
+ON_DEVICE = {  # {part: function of (device, whether to use small sizes)}; all other parts are presets
     "warm": warm.measure,
     "candidates": candidates.measure,
     "candidates-cuda": candidates.measure,
@@ -74,27 +75,27 @@ def kernels() -> list[str]:
     return sorted(set(names))
 
 
-TOOLS = {  # what these parts run under
+TOOLS = {  # {part: the tool under which it runs, with its options}
     "sanitizer": ["compute-sanitizer", "--tool=memcheck", "--error-exitcode=9"],
     "ncu": [
         "ncu",
         "--set=full",
-        "--print-details=all",  # the reasons for which warps stall too
-        "--clock-control=none",  # the clocks of a lent GPU are not ours to lock
+        "--print-details=all",  # includes the reasons for stalls of warps
+        "--clock-control=none",  # do not lock the clocks of a GPU that belongs to others
         f"--kernel-name=regex:^({'|'.join(kernels())})$",
         "--launch-count=60",
     ],
 }
 TUNED = dict.fromkeys(("warm", *models.PRESETS), {warm.KEEP_CHOICES: "1"})
 ENVIRONMENT = TUNED | {
-    # Each tensor in memory of its own, so that the checker finds a write after its end.
+    # Allocates each tensor separately, so that the sanitizer finds a write beyond its end.
     "sanitizer": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     "candidates-cuda": {"TRITON_PTXAS_PATH": "/usr/local/cuda/bin/ptxas"},
 }
 
 
 def provenance() -> str:
-    """Returns machine, versions and commit, as benchmarks/RESULTS.md wants them."""
+    """Returns the device, versions and commit, as required in benchmarks/RESULTS.md."""
     device = "CPU"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
@@ -123,7 +124,7 @@ def rows_of(name: str, out: Path, rehearse: bool) -> Iterator[dict[str, object]]
 
 
 def measure_part(name: str, out: Path, rehearse: bool) -> None:
-    """Writes the whole table again with each row, so that the rows so far stay if time runs out."""
+    """Runs a part. Writes the table after each row, so that the rows are kept if the time limit stops the part."""
     rows = []
     for row in rows_of(name, out, rehearse):
         rows.append(row)
@@ -131,10 +132,10 @@ def measure_part(name: str, out: Path, rehearse: bool) -> None:
 
 
 def run_part(name: str, out: Path, rehearse: bool) -> str:
-    """Runs a part in a process of its own; returns what came of it."""
+    """Runs a part in a separate process. Returns DONE, or the reason for its failure."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--out", str(out)]
     if name == "tests":
-        # Without tests/conftest.py, which wants more packages than they do. Each of xdist's workers compiles kernels.
+        # tests/conftest.py is left out because it needs more packages. With xdist, kernels are compiled in parallel.
         command = [sys.executable, "-m", "pytest", "-v", "-n", "auto", "--noconftest", "tests/gpu"]
         command.append("--ignore=tests/gpu/test_all.py")
     elif rehearse:
@@ -145,7 +146,7 @@ def run_part(name: str, out: Path, rehearse: bool) -> str:
         found = shutil.which(tool, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
         if not found:
             return f"there is no {tool}"
-        # The first command compiles the kernels, which would take long under the tool.
+        # The first command compiles the kernels, because compiling under the tool takes long.
         commands.append([found, *TOOLS[name][1:], *command])
     end = time.monotonic() + LIMITS[name]
     outcome = DONE
@@ -171,12 +172,14 @@ def run_command(command: list[str], name: str, out: Path, seconds: float) -> str
     except subprocess.TimeoutExpired:
         return f"stopped after {LIMITS[name]} s"
     finally:
-        with contextlib.suppress(ProcessLookupError):  # what the part had started ends with it
+        with contextlib.suppress(
+            ProcessLookupError
+        ):  # also kills the processes that the part has started
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def take_table(name: str, out: Path) -> str:
-    """Returns a part's table, and removes its file: some places take only a few files."""
+    """Returns the table of a part, and removes its file, because some machines return only a few files."""
     path = out / f"{name}.md"
     if not path.exists():
         return ""
@@ -192,22 +195,22 @@ def main() -> int:
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "gpu-results"))
     parser.add_argument("--rehearse", action="store_true")
-    asked = parser.parse_args()
-    names = CALLS.get(asked.call) or [name for name in asked.only.split(",") if name]
-    if asked.part:
-        measure_part(asked.part, asked.out, asked.rehearse)
+    args = parser.parse_args()
+    names = CALLS.get(args.call) or [name for name in args.only.split(",") if name]
+    if args.part:
+        measure_part(args.part, args.out, args.rehearse)
         return 0
     if not names or not LIMITS.keys() >= set(names):
         parser.error(f"--call, or --only with some of {','.join(LIMITS)}")
-    if not asked.rehearse and not torch.version.cuda:
+    if not args.rehearse and not torch.version.cuda:
         parser.error("it needs a CUDA device; --rehearse tries all of it without one")
-    out = asked.out.resolve()
+    out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    summary = out / f"summary{asked.call or ''}.md"
+    summary = out / f"summary{args.call or ''}.md"
     summary.write_text(provenance())
     outcomes = set()
     for name in names:
-        outcome = run_part(name, out, asked.rehearse)
+        outcome = run_part(name, out, args.rehearse)
         outcomes.add(outcome)
         print(f"{name:<16}{outcome}", flush=True)
         with open(summary, "a") as file:

@@ -1,11 +1,11 @@
-"""Compares launch configurations and backends in a layer of each preset: errors first, then times.
+"""Compares launch configurations and backends in a layer of each preset: first errors, then times.
 
-A candidate is a text of assignments. `scan.triton.CHANNELS=16` replaces a constant of mamba_fsdp/ops/scan/triton.py, and
-`ssd.triton.SWEEP.P=32` one entry of a table there, for all GPUs. `norm=reference` takes another backend, as --kernels
-does. The empty text is what the library does with our kernels.
+A candidate is a text with assignments. `scan.triton.CHANNELS=16` replaces a constant in mamba_fsdp/ops/scan/triton.py,
+`ssd.triton.SWEEP.P=32` replaces an entry of a table in mamba_fsdp/ops/ssd/triton.py for all GPUs, and `norm=reference`
+selects another backend, like --kernels. The empty text stands for our kernels with the library's configuration.
 
-Each candidate is compiled and compared with float64 in a process of its own, several at once. Then all take turns on the
-GPU, in two ways: a layer alone, forward and backward, without a wait; and a whole step of a model with one layer.
+Several processes compile the candidates and compare them with float64. After that, the candidates take turns on the GPU. Two
+times are measured: the forward and backward pass of a layer, and a whole step of a model with one layer.
 """
 
 import re
@@ -60,7 +60,7 @@ STEPS = Steps(1, 5)
 
 @contextmanager
 def configured(settings: TrainConfig, candidate: str) -> Iterator[TrainConfig]:
-    """Replaces the constants that a candidate names; yields the settings with its backends."""
+    """Replaces the constants that a candidate names inside the block. Yields the settings with the candidate's backends."""
     backends = []
     with ExitStack() as replaced:
         for assignment in candidate.split():
@@ -78,14 +78,15 @@ def configured(settings: TrainConfig, candidate: str) -> Iterator[TrainConfig]:
 
 
 def choose(settings: TrainConfig, device: torch.device) -> BackendChoice:
-    """Returns the backends that the settings demand, and our kernels otherwise."""
+    """Returns the backends in the settings, and our kernels for all other operators."""
     uses = settings.operator_uses(device.type)
     ours = dict.fromkeys(uses, "triton")
     return resolve_backends(settings.training.kernels, device.type, uses, preferred=ours)
 
 
 def compare_values(device: torch.device, rehearse: bool, job: tuple[str, str]) -> Row:
-    """Returns cells of a candidate: its largest error against float64, and whether it repeats its bits."""
+    """Returns the cells about values for a candidate: its largest error compared with float64, and whether a second run gives
+    the same bits."""
     name, candidate = job
     row: Row = dict.fromkeys(("error", "right", "same bits", "layer ms", "step ms", "note"), "")
     with configured(settings_of(name, rehearse), candidate) as settings:
@@ -113,7 +114,7 @@ def measure(device: torch.device, rehearse: bool) -> Iterator[Row]:
 
 
 def compare_times(name: str, device: torch.device, rehearse: bool) -> Iterator[Row]:
-    """Yields what a layer and a step take. Candidates that fail are left out: the rows of values have the reason."""
+    """Yields the times of a layer and of a step. Candidates that fail are left out; `compare_values` reports the reason."""
     usual = settings_of(name, rehearse, n_layer=1)
     weights = initial_weights(usual)
     tokens = made_up_tokens(usual, device)
@@ -138,8 +139,8 @@ def compare_times(name: str, device: torch.device, rehearse: bool) -> Iterator[R
 
 
 def run_kernels(device: torch.device, small: bool) -> Iterator[Row]:
-    """Runs our kernels in a layer of each preset. If `small`, the input has all the rows with which a run tests its
-    kernels in the first minute, otherwise the rows of a step."""
+    """Runs our kernels in a layer of each preset. small: use the inputs with which a run checks its kernels at the start,
+    instead of the inputs of a step."""
     for name in PRESETS:
         settings = settings_of(name, small).with_values(reset_at_documents=small)
         layers = LayerCheck(settings, device)

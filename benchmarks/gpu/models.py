@@ -1,12 +1,12 @@
-"""Compares a whole training step with mamba_ssm's own model and transformers': tokens/s, MFU and peak memory.
+"""Compares a training step with the models of mamba_ssm and transformers: tokens/s, MFU and peak memory.
 
-The step is forward, loss, backward, clipping and AdamW, in bf16 on fp32 weights: ours as training.py takes it, with our
-Triton kernels and with mamba-ssm's, theirs under autocast with mamba-ssm's and causal-conv1d's kernels. All start from
-the same weights and see the same batch; a first loss unlike ours is noted. Each model in turn is built, warmed up, timed
-and dropped, so that peak memory is its own; its row is there at once. MFU is the model's FLOPs (mamba_fsdp/model/spec.py)
-over the device's dense bf16 peak.
+A step consists of forward, loss, backward, clipping and AdamW, in bf16 with fp32 weights. This project runs with our Triton
+kernels, and again with the kernels of mamba-ssm. The other models run under autocast with the kernels of mamba-ssm and
+causal-conv1d. All models start from the same weights and read the same batch. If a first loss differs from ours, the row
+reports it. The models are built, timed and deleted one after the other, so that each has its own peak memory. MFU is the
+number of FLOPs (see mamba_fsdp/model/spec.py) divided by the dense bf16 peak of the device.
 
-A few steps run on a card that is cool. The last row is of 150 steps on a card that the others have warmed, with the
+Most rows have a few steps on a cool GPU. The last row has 150 steps on a GPU that the other models have warmed, with the
 medians of its sensors.
 """
 
@@ -37,11 +37,11 @@ PRESETS = ("mamba2-1.3b", "mamba-1.4b")
 TINY = dict(d_model=64, n_layer=2, vocab_size=250, d_state=16, headdim=32)
 BATCH = 8
 LENGTH = 2048
-LONGEST = 10  # seconds of a compiled step; a slower model would take the others' time
+MAX_STEP_SECONDS = 10  # a slower model is left out, because other models need the time
 
 Row = dict[str, object]
 Weights = Mapping[str, torch.Tensor]
-Step = Callable[[torch.Tensor], float]  # on tokens (batch, length + 1); returns the loss
+Step = Callable[[torch.Tensor], float]  # takes tokens (batch, length + 1), returns the loss
 Build = Callable[[TrainConfig, torch.device, Weights], Step]
 
 
@@ -129,7 +129,8 @@ def peer_step(
 ) -> Step:
     options = settings.optimizer
     embedding = next(iter(weights.values()))
-    model.load_state_dict({"lm_head.weight": embedding} | weights)  # ours has none if it is tied
+    # Our weights have no lm_head.weight if it is tied to the embedding.
+    model.load_state_dict({"lm_head.weight": embedding} | weights)
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=options.learning_rate,
@@ -153,7 +154,7 @@ def peer_step(
 
 
 def settings_of(name: str, rehearse: bool, **others: int) -> TrainConfig:
-    """Returns the settings of a preset's training. others: fields of its model."""
+    """Returns the settings of a training of a preset. others: ModelConfig fields that replace the preset's."""
     sizes = TINY if rehearse else {}
     config = preset(name) | sizes | others
     return TrainConfig(ModelConfig(**config)).with_values(
@@ -172,7 +173,7 @@ def made_up_tokens(settings: TrainConfig, device: torch.device) -> torch.Tensor:
 
 
 def time_steps(step: Step, tokens: torch.Tensor, steps: Steps) -> tuple[float, list[float]]:
-    """Returns (the first loss, seconds of each timed step). A step ends when its loss is read."""
+    """Returns (the first loss, seconds of each timed step)."""
     first = step(tokens)
     seconds = []
     for _ in range(steps.warm_up - 1 + steps.timed):
@@ -181,13 +182,13 @@ def time_steps(step: Step, tokens: torch.Tensor, steps: Steps) -> tuple[float, l
         if tokens.is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-        if seconds[0] > LONGEST:
+        if seconds[0] > MAX_STEP_SECONDS:
             raise UserError(f"a step takes {seconds[0]:.0f} s")
     return first, seconds[steps.warm_up - 1 :]
 
 
 def measure(name: str, device: torch.device, rehearse: bool) -> Iterator[Row]:
-    """Yields a row for each model; the first is ours."""
+    """Yields a row for each model, first for ours."""
     settings = settings_of(name, rehearse)
     weights = initial_weights(settings)
     ours = None
@@ -206,19 +207,19 @@ def measure(name: str, device: torch.device, rehearse: bool) -> Iterator[Row]:
 def time_model(
     build: Build, settings: TrainConfig, device: torch.device, weights: Weights, steps: Steps
 ) -> Timed:
-    """Builds a model, takes steps with it and drops it."""
+    """Builds a model, times its steps, and deletes it."""
     tokens = made_up_tokens(settings, device)
     try:
         with Sensors() as sensors:
             first_loss, seconds = time_steps(build(settings, device, weights), tokens, steps)
     finally:
-        gc.collect()  # models and what they saved for the backward pass refer to each other
+        gc.collect()  # the model is part of reference cycles
         peak = forget_peak(device)
     return Timed(first_loss, statistics.median(seconds), peak, sensors.medians(sum(seconds)))
 
 
 def cells(timed: Timed, ours: Timed, settings: TrainConfig) -> Row:
-    """Returns a row's figures."""
+    """Returns the cells with the results of a model."""
     length = settings.data.seq_length
     rate = settings.training.batch_size * length / timed.seconds
     row: Row = {"tokens/s": f"{rate:,.0f}", "x ours": f"{ours.seconds / timed.seconds:.2f}"}
@@ -233,7 +234,7 @@ def cells(timed: Timed, ours: Timed, settings: TrainConfig) -> Row:
 
 
 def forget_peak(device: torch.device) -> float:
-    """Returns the GiB that were allocated at most, and begins to count anew."""
+    """Returns the peak of the allocated memory in GiB, and resets it."""
     if device.type == "cpu":
         return 0.0
     peak = torch.cuda.max_memory_allocated() / 2**30

@@ -1,5 +1,5 @@
-"""Measures what only whole runs of training.py show: equal bits in equal runs and in one that is killed and resumes,
-how long a start takes, how long saves hold up the steps, and where a step's time goes."""
+"""Measures whole runs of training.py: whether equal runs and a killed, resumed run have equal bits, the time of a start, the
+delay of steps by saves, and traces of steps."""
 
 import gzip
 import hashlib
@@ -31,28 +31,28 @@ USUAL = {
     "num_workers": 0,
     "num_steps": 12,
     "checkpoint_interval": 4,
-    "deterministic": "true",  # the libraries' kernels add with atomics
+    "deterministic": "true",  # kernels of other libraries use atomic additions
 }
 SIZE = {"seq_length": 1024, "batch_size": 8, "global_batch_size": 0}
-REPORTS = 4  # of a run that is traced; the first is of the steps in which the card gets warm
+REPORTS = 4  # reports of a traced run; the first one contains the steps in which the GPU warms up
 TINY = {"d_model": 16, "n_layer": 1, "vocab_size": 64, "d_state": 4, "seq_length": 16}
 
 
-def start(words: list[str]) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "training.py", *words], cwd=PROJECT)
+def start(arguments: list[str]) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "training.py", *arguments], cwd=PROJECT)
 
 
-def words_of(folder: Path, settings: dict) -> list[str]:
+def arguments_for(folder: Path, settings: dict) -> list[str]:
     given = USUAL | settings | {"save_ckpt_path": folder}
     return [f"--{name}={value}" for name, value in given.items()]
 
 
 def train(folder: Path, settings: dict) -> float:
-    """Returns the seconds until the first step was reported."""
+    """Trains in a process, and returns the seconds until the first step was reported."""
     metrics = folder / METRICS
     before = size_of(metrics)
     began = time.perf_counter()
-    process = start(words_of(folder, settings))
+    process = start(arguments_for(folder, settings))
     seconds = 0.0
     while process.poll() is None:
         if not seconds and size_of(metrics) > before:
@@ -68,8 +68,8 @@ def size_of(path: Path) -> int:
 
 
 def train_and_kill(folder: Path, settings: dict, reached: Callable[[], Any]) -> None:
-    """Ends the run by SIGKILL as soon as it has reached something."""
-    process = start(words_of(folder, settings))
+    """Trains in a process, and kills it with SIGKILL as soon as `reached()` is true."""
+    process = start(arguments_for(folder, settings))
     while process.poll() is None and not reached():
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
@@ -77,7 +77,7 @@ def train_and_kill(folder: Path, settings: dict, reached: Callable[[], Any]) -> 
 
 
 def bits(folder: Path) -> tuple[list, str]:
-    """Returns (loss and gradient norm of each step, digest of the last checkpoint)."""
+    """Returns ((step, loss, gradient norm) of each step, digest of the last checkpoint)."""
     steps = [
         (entry["step"], entry["loss"], entry["grad_norm"])
         for entry in read_entries(folder / METRICS)
@@ -87,19 +87,19 @@ def bits(folder: Path) -> tuple[list, str]:
 
 
 def choice_of(folder: Path) -> BackendChoice:
-    """Returns the backends that a run has chosen on a GPU; an empty choice on a CPU, on which nothing is tried."""
+    """Returns the backends that a run has selected on a GPU. On a CPU the choice is empty, because nothing is selected."""
     return KernelRecord.read(folder / KERNELS).choice
 
 
 def use_caches(folder: Path) -> None:
-    """Makes the runs to come use the compilers' caches in a folder."""
+    """Makes later runs use the compilers' caches in a folder."""
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
 
 
 def measure(folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:
-    """Yields a row per model and kind of start. The most valuable rows come first in both models, since time may run
-    out before the end."""
+    """Yields a row for each kind of start and each model. The most important kind comes first, because the time limit can stop
+    the measurement."""
     models = ("mamba2-130m",) if rehearse else ("mamba2-130m", "mamba-130m")
     for compare in (compare_cold_starts, compare_warm_start, compare_killed_run):
         for model in models:
@@ -108,7 +108,7 @@ def measure(folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:
 
 
 def compare_cold_starts(folder: Path, settings: dict) -> dict[str, object]:
-    """Compares two runs that find no compiled kernels and no choice of backends: each has caches of its own."""
+    """Compares two runs with separate, empty caches: they have to compile the kernels and to select the backends."""
     seconds = []
     stalls = []
     for name in ("first", "second"):
@@ -122,13 +122,14 @@ def compare_cold_starts(folder: Path, settings: dict) -> dict[str, object]:
 
 
 def compare_warm_start(folder: Path, settings: dict) -> dict[str, object]:
-    """Compares a run that uses the caches and the choice that the second run of `compare_cold_starts` left."""
+    """Compares a run with the caches and the selected backends of the second run of `compare_cold_starts`."""
     use_caches(folder / "second")
     seconds = train(folder / "second/warm", settings)
     return compared(folder, "second/warm") | {"start": "warm", "first step": f"{seconds:.1f} s"}
 
 
 def compare_killed_run(folder: Path, settings: dict) -> dict[str, object]:
+    """Compares a run that is killed after its first checkpoint and resumed."""
     use_caches(folder / "second")
     run = folder / "second/killed"
     train_and_kill(run, settings, lambda: list_committed(run / CHECKPOINTS))
@@ -138,7 +139,7 @@ def compare_killed_run(folder: Path, settings: dict) -> dict[str, object]:
 
 
 def compared(folder: Path, name: str) -> dict[str, object]:
-    """Compares a run with the second cold one."""
+    """Compares a run with the second run of `compare_cold_starts`."""
     run = folder / name
     cold = folder / "second/run"
     same_choice = choice_of(run) == choice_of(cold)
@@ -152,8 +153,8 @@ def compared(folder: Path, name: str) -> dict[str, object]:
 
 
 def trace(out: Path, folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:
-    """Writes a Chrome trace of steps 5 to 7 of each model to `out`, packed; the log has torch's table. Yields the rate
-    of steps 51 to 200, for which the card is warm."""
+    """Writes a compressed Chrome trace of steps 5 to 7 of each model to `out`; torch prints its table to the log. Yields the
+    rate of steps 51 to 200, in which the GPU is warm."""
     for model in PRESETS:
         run = folder / model
         metrics = run / METRICS

@@ -10,7 +10,7 @@ COMMAND = "exec nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu --fo
 
 
 class Sensors(AbstractContextManager):
-    """Runs nvidia-smi during the block, and collects its readings of each second. Without nvidia-smi, there are none."""
+    """Runs nvidia-smi during the block, and collects one reading per second. Without nvidia-smi, there are no readings."""
 
     def __enter__(self) -> "Sensors":
         self.file = tempfile.TemporaryFile("w+")
@@ -24,7 +24,7 @@ class Sensors(AbstractContextManager):
         self.process.wait()
 
     def medians(self, seconds: float) -> str:
-        """Returns the medians of the last seconds of the block, such as "1755 MHz, 690.12 W, 71"."""
+        """Returns the medians of the readings in the last seconds of the block, such as "1755 MHz, 690.12 W, 71"."""
         self.file.seek(0)
         lines = self.file.read().splitlines()[-max(1, round(seconds)) :]
         columns = zip(*[line.split(", ") for line in lines])

@@ -1,7 +1,7 @@
-"""Compiles what the training steps of models.py launch, in processes beside each other, and then lets libraries tune
-their kernels with the GPU to themselves. Later processes find both in Triton's cache.
+"""Compiles the kernels of the training steps in models.py in several processes, then tunes the kernels of other libraries in a
+single process. Later processes find the compiled kernels and the tuned configurations in Triton's cache.
 
-The models have two layers at full width: the first layer gets no residual stream, the second does.
+The models have two layers of full width, because only the second layer gets a residual stream.
 """
 
 import gc
@@ -22,9 +22,9 @@ from mamba_fsdp.errors import first_line
 from mamba_fsdp.model.spec import parameters
 
 PROCESSES = 8
-KEEP_CHOICES = "TRITON_CACHE_AUTOTUNING"  # makes Triton's cache keep what tuning chose
+KEEP_CHOICES = "TRITON_CACHE_AUTOTUNING"  # makes Triton keep tuned configurations in its cache
 JOBS = list(itertools.product(PRESETS, MODELS))
-# Beside other processes, the logits of a whole vocabulary would not fit the memory. Tuned kernels do not depend on it.
+# With the full vocabulary, the logits of all processes would not fit into the memory. Tuned kernels do not depend on it.
 SMALL = {"vocab_size": 8192}
 
 
@@ -43,8 +43,10 @@ def measure(device: torch.device, rehearse: bool) -> Iterator[Row]:
 
 
 def compile_all(device: torch.device, rehearse: bool, processes: int, number: int) -> set[str]:
-    """Takes a step of each model, beginning with another one in each process. Returns what went wrong."""
-    os.environ.pop(KEEP_CHOICES, None)  # times beside other processes are not to be kept
+    """Takes a step of each model. Each process begins with another model. Returns the errors."""
+    os.environ.pop(
+        KEEP_CHOICES, None
+    )  # times of kernels are wrong while other processes use the GPU
     problems = set()
     with share_of_configs(number, processes):
         for name, title in JOBS[number:] + JOBS[:number]:
@@ -53,7 +55,7 @@ def compile_all(device: torch.device, rehearse: bool, processes: int, number: in
 
 
 def share_of_configs(number: int, processes: int) -> Any:
-    """Makes Triton's autotuner try, and so compile, only this process's share of each kernel's configurations."""
+    """Makes Triton's autotuner try only this process's share of the configurations of each kernel inside the block."""
     if not importlib.util.find_spec("triton"):
         return mock.MagicMock()
     from triton.runtime.autotuner import Autotuner
@@ -83,5 +85,5 @@ def take_step(
         return f"{title}: {type(error).__name__}: {first_line(error)}"
     finally:
         gc.collect()
-        torch.cuda.empty_cache()  # for the other processes
+        torch.cuda.empty_cache()  # makes the memory available to other processes
     return ""

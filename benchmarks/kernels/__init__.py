@@ -1,1 +1,1 @@
-"""Compiles our Triton kernels, as real models launch them, for GPUs that need not be here."""
+"""Compiles our Triton kernels, with the arguments of real models, for GPUs that this machine need not have."""

@@ -1,7 +1,7 @@
-"""Prints what each launch of our kernels costs on an H100, by compiling it: python -m benchmarks.kernels
+"""Compiles each launch of our kernels for an H100 and prints counts from its machine code: python -m benchmarks.kernels
 
-Counts, not times. Instructions are a thread's for an element: a (token, channel, state) of the scan, else a (token,
-channel). Bytes: what a thread loads and stores for an element, from caches too.
+Nothing is timed. Instructions and bytes are per element: a (token, channel, state) for the scan, a (token, channel) for other
+kernels. Bytes are all that a thread loads and stores, also from caches.
 """
 
 from benchmarks.kernels.compiler import compile_part
@@ -10,7 +10,7 @@ from benchmarks.measure import command_line, table
 
 
 def main() -> None:
-    command_line(__doc__).parse_args()  # takes no words but --help
+    command_line(__doc__).parse_args()  # the only option is --help
     rows = []
     for version in TRITONS:
         for made in compile_part(triton_folder(version), 90):

@@ -1,9 +1,10 @@
-"""Compiles launches of our kernels for GPUs that need not be here, and counts what matters. Triton 2.2 and 3.3 or newer.
+"""Compiles launches of our kernels and counts registers, instructions and bytes. No GPU is needed. It supports Triton 2.2, and
+3.3 or newer.
 
     PYTHONPATH=FOLDER_OF_A_TRITON python -m benchmarks.kernels.compiler CC PART PARTS
 
-prints a JSON line for each launch whose number modulo PARTS is PART. `compile_part` runs this in a process of its own,
-since a process has one Triton.
+prints a JSON line for each launch whose index modulo PARTS is PART. `compile_part` runs this command in a separate process,
+because a process can import only one version of Triton.
 """
 
 import json
@@ -26,10 +27,10 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Compiled:
-    """A launch's code for an architecture, or the `error` that kept it from being compiled.
+    """The counts of a compiled launch, or the `error` of the compiler.
 
-    Instructions and bytes are a thread's for an element: a loop's x 32 x warps / elements, summed over the innermost
-    loops (the whole body if there is no loop).
+    Instructions and bytes are per element. The counts of a loop are multiplied by 32 * warps / elements, and summed over the
+    innermost loops. If there is no loop, the whole kernel counts as one.
     """
 
     title: str
@@ -37,15 +38,15 @@ class Compiled:
     registers: int = 0
     stack: int = 0  # bytes
     shared: int = 0  # bytes
-    spills: int = 0  # instructions of innermost loops that read or write the stack
+    spills: int = 0  # instructions in innermost loops that read or write the stack
     instructions: float = 0
-    bytes: float = 0  # loaded and stored, from caches too
+    bytes: float = 0  # loaded and stored, also from caches
     copies_ahead: bool = False  # whether there are asynchronous copies
     error: str = ""
 
 
 def assembly(launch: Launch, cc: int) -> tuple[dict[str, Any], int]:
-    """Returns {"ptx": str, "cubin": bytes, ...} and bytes of shared memory, from this process's Triton."""
+    """Compiles a launch with the Triton of this process. Returns ({"ptx": str, "cubin": bytes, ...}, bytes of shared memory)."""
     import triton
 
     module = import_module(f"mamba_fsdp.ops.{launch.operator}.triton_kernels")
@@ -75,7 +76,7 @@ def _assembly_of_2(function, names, launch, cc, indices):
     import triton
     from triton.compiler import compiler
 
-    # The launcher would be linked to the driver's library, which is not here: it is left out.
+    # No launcher is made, because it would be linked to the driver's library, which can be missing.
     compiler.make_stub = lambda *_, **__: ""
     compiler.CompiledKernel = lambda fn, so_path, metadata, asm: SimpleNamespace(
         asm=asm, shared=metadata["shared"]
@@ -86,7 +87,7 @@ def _assembly_of_2(function, names, launch, cc, indices):
         ids_of_folded_args=set(),
         divisible_by_8=set(),
     )
-    # It reads the types in their order, whatever their numbers.
+    # Triton reads the types in the order of this dict, not of its keys.
     types = {
         names.index(name): launch.signature[name] for name in names if name in launch.signature
     }
@@ -106,11 +107,11 @@ def compile_one(launch: Launch, cc: int) -> Compiled:
     try:
         made, shared = assembly(launch, cc)
     except Exception as error:
-        while error.__cause__:  # Triton tells the line outside first
+        while error.__cause__:  # the innermost exception contains the reason
             error = error.__cause__
         return Compiled(launch.title, cc, error=f"{type(error).__name__}: {error}")
     registers, stack = resources(made["cubin"])
-    innermost = [loop for loop in loops(made["cubin"]) if loop.is_innermost]
+    innermost = loops(made["cubin"])
 
     def of_an_element(cost: Callable[[Loop], int]) -> float:
         return 32 * launch.warps * sum(map(cost, innermost)) / launch.elements
@@ -129,8 +130,7 @@ def compile_one(launch: Launch, cc: int) -> Compiled:
 
 
 def environment(triton_folder: str | Path) -> dict[str, str]:
-    """Returns the environment of a process that compiles with the Triton in a folder; its cache is kept next to
-    that."""
+    """Returns the environment of a process that compiles with the Triton in a folder. The cache is next to this folder."""
     rest = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     return rest | {
         "PYTHONPATH": os.pathsep.join((str(triton_folder), str(PROJECT))),
@@ -142,7 +142,7 @@ def environment(triton_folder: str | Path) -> dict[str, str]:
 def compile_part(
     triton_folder: str | Path, cc: int, part: int = 0, parts: int = 1
 ) -> Iterator[Compiled]:
-    """Compiles, in a process of its own, the launches whose number modulo `parts` is `part`."""
+    """Compiles the launches whose index modulo `parts` is `part`, in a separate process."""
     command = [sys.executable, "-m", "benchmarks.kernels.compiler", str(cc), str(part), str(parts)]
     done = subprocess.run(
         command, text=True, capture_output=True, env=environment(triton_folder), cwd=PROJECT

@@ -1,8 +1,8 @@
-"""Installs Tritons from PyPI, each in a cache folder of its own outside the project and its environments.
+"""Installs versions of Triton from PyPI, each in its own cache folder outside of the project and its environments.
 
-    python -m benchmarks.kernels.install [3.9.0]     prints the folder of a Triton, for PYTHONPATH; installs it first
+    python -m benchmarks.kernels.install [3.9.0]     installs a version if necessary, and prints its folder for PYTHONPATH
 
-The newest Triton runs kernels on a CPU in its interpreter (tests/kernels); all of them compile.
+All versions are used to compile kernels. INTERPRETER also runs kernels on a CPU with its interpreter (tests/kernels).
 """
 
 import os
@@ -21,9 +21,9 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamb
 
 
 def installed(name: str, *requirements: str) -> Path:
-    """Returns the folder `name` of the cache with these packages, without their dependencies.
+    """Installs packages without their dependencies into the folder `name` of the cache, unless it exists. Returns the folder.
 
-    Raises OSError with the reason in a line if pip can't install them.
+    Raises OSError with a reason of one line if pip can't install them.
     """
     folder = CACHE / f"{name}-py{sys.version_info[0]}{sys.version_info[1]}"
     if folder.exists():
@@ -49,7 +49,7 @@ def installed(name: str, *requirements: str) -> Path:
     try:
         fresh.rename(folder)
     except OSError:
-        assert folder.exists(), f"can't rename {fresh} to {folder}"  # another process was faster
+        assert folder.exists(), f"can't rename {fresh} to {folder}"  # another process has made it
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Records how our Triton kernels are launched in layers of real sizes, without a GPU: nothing is run in their place."""
+"""Records the arguments with which layers of real sizes launch our Triton kernels. No kernel runs, and no GPU is needed."""
 
 import inspect
 import math
@@ -19,9 +19,10 @@ from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.trainer.layer_check import LayerCheck, Rows
 
 KERNEL_OPERATORS = ("conv", "loss", "norm", "scan", "ssd")
-HEADDIM = 64  # of the models with SSD
+HEADDIM = 64  # the headdim of the models with SSD
 MODELS = ("mamba-1.4b", "mamba2-2.7b")
-# Whole rows, then rows that are cut, need masks and have documents: (whether they have them, rows).
+# (whether there are several documents, rows): short rows without documents, and rows that are split, need masks and have
+# documents.
 CASES = ((False, Rows(1, 64)), (True, Rows(1, 602)))
 BACKENDS = {
     name: "triton" if "triton" in known else "reference" for name, known in OPERATORS.items()
@@ -33,7 +34,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-# Factors of a launch's elements: names of constants, and numbers.
+# {(operator, kernel): factors of Launch.elements}; a factor is the name of a constant, or a number
 ELEMENTS: dict[tuple[str, str], tuple[Any, ...]] = {
     ("conv", "walk"): (4, "CHANNELS"),
     ("loss", "cross_entropy"): ("BLOCK",),
@@ -51,7 +52,7 @@ ELEMENTS: dict[tuple[str, str], tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Launch:
-    """What Triton's compiler is told of a launch."""
+    """The arguments of Triton's compiler for a launch."""
 
     operator: str
     kernel: str  # its function's name
@@ -66,21 +67,21 @@ class Launch:
     @property
     def title(self) -> str:
         flags = ["BACK", "REVERSE", "LOCAL", "CUT"]
-        words = [flag.lower() for flag in flags if self.constants.get(flag)]
+        variant = [flag.lower() for flag in flags if self.constants.get(flag)]
         if {"seq_idx", "SEQ_IDX"} & self.signature.keys():
-            words.append("documents")
-        return " ".join([self.operator, self.kernel, *words])
+            variant.append("documents")
+        return " ".join([self.operator, self.kernel, *variant])
 
     @property
     def elements(self) -> int:
-        """Returns how many elements one trip of the kernel's innermost loop handles: a (token, channel, state) of the
-        scan, else a (token, channel)."""
+        """Returns the number of elements in one iteration of the kernel's innermost loop. An element is a (token, channel,
+        state) for the scan, and a (token, channel) for other kernels."""
         factors = ELEMENTS[self.operator, self.kernel]
         return math.prod(self.constants.get(factor, factor) for factor in factors)
 
 
 class Recorder:
-    """Stands in for a kernel: a launch is noted."""
+    """Takes the place of a kernel, and adds each different launch to `launches`."""
 
     def __init__(self, operator: str, kernel: Any, launches: list[Launch]) -> None:
         self.operator = operator
@@ -124,7 +125,7 @@ def type_of(value: Any) -> str:
 
 
 def launches_on(cc: int, precision: str = "bf16") -> list[Launch]:
-    """Returns the different launches in the layers of MODELS on a GPU of this compute capability, such as 90."""
+    """Returns the different launches in the layers of MODELS on a GPU. cc: its compute capability, such as 90."""
     launches: list[Launch] = []
 
     def blocks_on(table: Mapping[tuple[int, int], glue.Blocks], device: Any) -> glue.Blocks:

@@ -1,4 +1,4 @@
-"""Reads what ptxas made of a kernel: registers, stack and loops of a cubin, by the tools in Triton's wheel."""
+"""Reads the registers, the stack size and the innermost loops of a compiled kernel (cubin), with the tools in Triton's wheel."""
 
 import re
 import subprocess
@@ -13,9 +13,8 @@ LABEL = r"\s*(\.L\w+):"
 
 @dataclass
 class Loop:
-    """A loop: its own instructions, without loops within it."""
+    """The instructions of an innermost loop."""
 
-    is_innermost: bool
     opcodes: list[str]
 
     @property
@@ -29,7 +28,7 @@ class Loop:
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes that a thread asks global memory, or a cache, to load and store."""
+        """Returns the bytes that a thread loads from and stores to global memory, also through caches."""
         moved = 0
         for opcode in self.opcodes:
             if opcode.startswith(("LDG", "STG")):
@@ -40,7 +39,7 @@ class Loop:
 
 @lru_cache
 def tool(name: str) -> str:
-    """Returns the path of nvdisasm or cuobjdump, from the Triton on the path."""
+    """Returns the path of nvdisasm or cuobjdump in the Triton that this process imports."""
     import triton
 
     found = sorted(Path(triton.__file__).parent.rglob(f"bin/{name}"))
@@ -49,7 +48,8 @@ def tool(name: str) -> str:
     return str(found[0])
 
 
-def _said_about(cubin: bytes, *command: str) -> str:
+def _run_tool(cubin: bytes, *command: str) -> str:
+    """Runs a command on a file with the content `cubin`, and returns its output."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -59,16 +59,16 @@ def _said_about(cubin: bytes, *command: str) -> str:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Returns the registers of a thread and its stack in bytes."""
-    said = _said_about(cubin, "cuobjdump", "--dump-resource-usage")
-    return tuple(int(re.search(rf"{word}:(\d+)", said).group(1)) for word in ("REG", "STACK"))
+    """Returns (registers, bytes of stack) per thread."""
+    usage = _run_tool(cubin, "cuobjdump", "--dump-resource-usage")
+    return tuple(int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK"))
 
 
 def listing(cubin: bytes) -> tuple[list[tuple[str, str]], dict[str, int]]:
-    """Returns the instructions as (opcode with modifiers, operands), and {label: the instruction after it}."""
+    """Returns ([(opcode with modifiers, operands)], {label: index of the instruction after it})."""
     code = []
     labels = {}
-    for line in _said_about(cubin, "nvdisasm", "-c").splitlines():
+    for line in _run_tool(cubin, "nvdisasm", "-c").splitlines():
         label = re.match(LABEL, line)
         instruction = re.match(INSTRUCTION, line)
         if label:
@@ -79,20 +79,19 @@ def listing(cubin: bytes) -> tuple[list[tuple[str, str]], dict[str, int]]:
 
 
 def loops(cubin: bytes) -> list[Loop]:
-    """Returns the loops, or the whole body if there is none."""
+    """Returns the innermost loops. A kernel without loops counts as one loop."""
     code, labels = listing(cubin)
-    ends: dict[int, int] = {}  # first instruction of a loop: its last
+    ends: dict[int, int] = {}  # {index of the first instruction of a loop: index of its last one}
     for last, (opcode, operands) in enumerate(code):
         target = re.search(r"\((\.L\w+)\)", operands)
         if opcode.startswith("BRA") and target:
             first = labels.get(target.group(1), last)
-            if first < last:  # the end of the code jumps to itself
-                ends[first] = last  # `continue` jumps to the same start
+            if first < last:  # the last instruction of the code is a jump to itself
+                ends[first] = last  # several jumps of a loop can have the same target
     spans = list(ends.items()) or [(0, len(code) - 1)]
     found = []
     for first, last in spans:
-        inside = [span for span in spans if first <= span[0] < span[1] < last]
-        taken = {i for start, end in inside for i in range(start, end + 1)}
-        own = [code[i][0] for i in range(first, last + 1) if i not in taken]
-        found.append(Loop(not inside, own))
+        is_innermost = not any(first <= start < end < last for start, end in spans)
+        if is_innermost:
+            found.append(Loop([opcode for opcode, _ in code[first : last + 1]]))
     return found

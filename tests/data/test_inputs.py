@@ -113,7 +113,7 @@ def test_other_splits_are_left_out_of_training(tmp_path, capsys, name, pattern):
     stores = list(TREES[name].values())
     assert first_tokens(tree) == [5]
     told = capsys.readouterr().out
-    others = f"train is read; {len(stores) - 1} of {len(stores)} files are of other splits"
+    others = f"train is read; {len(stores) - 1} of {len(stores)} files belong to other splits"
     assert others in told and "--split=all reads them too" in told
     every = list(range(5, 5 + len(stores)))
     assert first_tokens(tree, split="all") == every

@@ -53,8 +53,8 @@ SAID = {  # (tokenizer, what is said)
     "lowercase": (normalized(normalizers.Lowercase()), r"warning: .*'The quick br.*'the quick"),
     "letters": (normalized(normalizers.Replace("o", "")), "warning: the tokenizer loses"),
     "dropout": (byte_level(dropout=0.5), "drops 50% of its merges at random; this is switched off"),
-    "bos": (adding(f"{BOS} $A"), "adds <s> to each text: .*--bos=true keeps"),
-    "eos": (adding(f"$A {END}"), "adds </s> to each text: .* exports adds none\n"),
+    "bos": (adding(f"{BOS} $A"), "adds <s> to each text; .*--bos=true keeps"),
+    "eos": (adding(f"$A {END}"), "adds </s> to each text; .* exports adds no tokens\n"),
 }
 REFUSED = {
     "no unknown": (of_words("The"), "can't encode this text .*Missing"),
@@ -123,5 +123,5 @@ def test_a_tokenizer_adds_the_bos_that_documents_have(bos, class_name, prepare, 
 
 def test_a_tokenizer_without_bos_is_refused_with_bos(prepare, tmp_path):
     folder = saved(tmp_path / "tokenizer", byte_level())
-    with pytest.raises(UserError, match="--bos=true .*is missing"):
+    with pytest.raises(UserError, match="--bos=true .* the tokenizer has no bos"):
         imported(prepare, tmp_path, folder, bos=True)

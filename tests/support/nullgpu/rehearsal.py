@@ -29,7 +29,7 @@ if __name__ == "__main__":
     candidates.PROCESSES = warm.PROCESSES = 1
     runs.PRESETS = runs.PRESETS[:1]
     runs.use_caches = lambda folder: None
-    runs.start = lambda words: Training(words, dict(os.environ), True)
+    runs.start = lambda arguments: Training(arguments, dict(os.environ), True)
     runs.TINY = models.TINY | {"layers": "mamba1,mamba2", "seq_length": 16}
     # A folder that is removed at a process's end would be removed at that of a fork.
     everything.tempfile = SimpleNamespace(TemporaryDirectory=lambda: nullcontext(out))
