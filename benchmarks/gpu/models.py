@@ -56,8 +56,8 @@ class Timed(NamedTuple):
     """The result of a measurement."""
 
     first_loss: float
-    seconds: float  # of a step, the median
-    peak: float  # GiB
+    seconds: float  # median seconds per step
+    peak: float  # peak memory in GiB
     sensors: str
 
 

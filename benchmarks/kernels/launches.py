@@ -57,10 +57,9 @@ class Launch:
     operator: str
     kernel: str  # its function's name
     signature: Mapping[str, str]  # argument -> "*bf16", "*fp32", "*i32", "i32", "i64", "fp32" ...
-    constants: Mapping[
-        str, Any
-    ]  # of tl.constexpr arguments, absent tensors and integers that are 1
-    aligned: tuple[str, ...]  # arguments that 16 divides
+    # Values of tl.constexpr arguments, of missing tensors (None), and of integers that are 1.
+    constants: Mapping[str, Any]
+    aligned: tuple[str, ...]  # arguments that are multiples of 16
     warps: int
     stages: int
 

@@ -147,11 +147,12 @@ def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
     batch_size = training.batch_size
     per_pass = batch_size * ranks
     global_batch = training.global_batch_size or per_pass * training.gradient_accumulation_steps
-    if (
-        WANTED_NODES_VARIABLE in os.environ
-    ):  # some nodes of the job are lost: the others share the same global batch
+    # Some nodes of the job are lost. The remaining nodes share the same global batch.
+    if WANTED_NODES_VARIABLE in os.environ:
         if not training.global_batch_size:
-            nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # torchrun has started ranks on them
+            nodes = int(
+                os.environ.get("GROUP_WORLD_SIZE", 1)
+            )  # nodes on which torchrun has started ranks
             global_batch = global_batch * int(os.environ[WANTED_NODES_VARIABLE]) // nodes
         batch_size = math.gcd(batch_size, global_batch // ranks)
         per_pass = batch_size * ranks

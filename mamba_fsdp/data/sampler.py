@@ -1,5 +1,5 @@
-"""Computes which window of which source is sample k of the run. It is a function of (seed, sources, weights, k), without a
-table of the data.
+"""Computes the source and the window of sample k of a run. They are a function of (seed, sources, weights, k), so that no table
+of the samples is needed.
 
 Window j of a source consists of its tokens [j * L, j * L + L], where L is seq_length: L inputs, and the same tokens shifted
 by one as labels. A repeated pattern, in which each source occurs evenly and in proportion to its weight, determines the

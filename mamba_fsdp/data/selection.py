@@ -29,7 +29,7 @@ def training_sources(data: DataConfig) -> tuple[dict[str, Source], dict[str, flo
 
 def validation_sources(data: DataConfig) -> dict[str, Source]:
     """Opens the sources to validate on: the store at validation_path, or with `auto` the validation split next to each
-    training source, under the name of the training source. Returns {name: source}, which is empty for `none`."""
+    training source, under the name of the training source. Returns {name: source}; it is empty for `none`."""
     if data.validation_path == "none":
         return {}
     if data.validation_path != "auto":

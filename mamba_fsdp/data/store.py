@@ -217,8 +217,8 @@ class StoreWriter:
     def __post_init__(self) -> None:
         assert -1 <= self.eos < self.vocab_size <= 1 << 32 and self.shard_tokens > 0
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
-        # Of the .bin and the .doc file, the last part that `state` counts. It is kept until it is on the disk, because a failed
-        # flush can have lost any part of it.
+        # The last parts of the .bin and the .doc file that `state` counts. They are kept until they are on the disk, because a
+        # failed flush can lose any part of them.
         self._unwritten = [bytearray(), bytearray()]
         # The SHA-256 of the part of both files that `state` counts. The list is empty before the first token of a file.
         self._digests: list[Any] = []

@@ -49,9 +49,8 @@ def count_words_and_bytes(source: Source, spans: Iterable[tuple[int, int]]) -> t
         return 0, 0
     words = size = 0
     for start, end in spans:
-        unfinished = np.empty(
-            0, np.int64
-        )  # the beginning of a document that the next chunk continues
+        # The beginning of a document that continues in the next chunk.
+        unfinished = np.empty(0, np.int64)
         for at in range(start, end, TOKENS_PER_CHUNK):
             tokens = source.read(at, min(TOKENS_PER_CHUNK, end - at)).tokens
             tokens = np.concatenate([unfinished, tokens])

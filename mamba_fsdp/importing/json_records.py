@@ -33,7 +33,7 @@ def json_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
     with open_text(file, options.encoding) as stream:
         lines = read_lines(stream)
         beginning = []  # the lines up to the second line that is not blank
-        filled: list[str] = []  # those of them that are not blank
+        filled: list[str] = []  # the lines in `beginning` that are not blank
         for line in lines:
             beginning.append(line)
             if not line.isspace():

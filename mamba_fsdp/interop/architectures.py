@@ -278,9 +278,8 @@ class Architecture:
             names = self.tensors.get(f"{kinds[int(index)]['mixer']}:{kind}.{rest}", names)
             size, *columns = parameter.shape
             sizes = [size]
-            if (
-                len(names) > 1
-            ):  # the channels of the convolution are the first rows of the projection
+            # The channels of the convolution are the first rows of the projection.
+            if len(names) > 1:
                 projection = our_name.replace("conv1d", "in_proj")
                 sizes = list(described[projection].rows.values())
             result[our_name] = []
@@ -325,9 +324,7 @@ def exportable(config: ModelConfig) -> ModelConfig:
     try:
         architecture_for(silent)
     except UserError:
-        architecture_for(
-            config
-        )  # its error message is about the user's model, without silent attention
+        architecture_for(config)  # raises an error about the user's model, without silent attention
     return silent
 
 

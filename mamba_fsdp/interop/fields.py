@@ -23,21 +23,10 @@ Table = dict[str, Any]  # an object of YAML or JSON
 TABLES: Table = yaml.safe_load(read_text(Path(__file__).with_name("translations.yaml")))
 SETTINGS = {leaf.name: leaf for leaf in dataclasses.fields(ModelConfig)}
 REQUIRED: Any = object()
-AUTO = (
-    "dt_rank",
-    "time_step_rank",
-    "mamba_d_head",
-)  # fields in which "auto" stands for the default
-# dt is computed in float32: no value of it is above this, the largest one, with the digits that people write of it.
-MAX_DT = 3.4e38
-FALSY_VALUES: tuple[Any, ...] = (
-    None,
-    False,
-    0,
-    "",
-    [],
-    {},
-)  # an unknown field with one of these values has no effect
+AUTO = ("dt_rank", "time_step_rank", "mamba_d_head")  # "auto" means the default in these fields
+MAX_DT = 3.4e38  # the largest float32, rounded down; dt is computed in float32
+# An unknown field with one of these values has no effect.
+FALSY_VALUES: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
 class Fields:

@@ -21,9 +21,7 @@ from mamba_fsdp.model.spec import EMBEDDING
 WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 FMS_TOP: dict[str, str] = TABLES["fms"]["top"]
 FMS_LAYER: dict[str, str] = TABLES["fms"]["layer"]
-FMS_ORDER = list(
-    FMS_LAYER
-)  # the order in which their rows are concatenated to a tensor of this program
+FMS_ORDER = list(FMS_LAYER)  # rows are concatenated to a tensor of this program in this order
 FMS_EMBEDDINGS = {name for name, our_name in FMS_TOP.items() if our_name == EMBEDDING}
 EMBEDDINGS = {EMBEDDING, *FMS_EMBEDDINGS, *(kind.top[EMBEDDING] for kind in ARCHITECTURES)}
 

@@ -85,9 +85,8 @@ def _open(path: Path) -> Any:
 
 def map_tensors(path: Path) -> Any:
     """Opens a safetensors file, with its tensors mapped into memory. Raises OSError and SafetensorError."""
-    open_to_read(
-        path
-    ).close()  # raises the actual error; safe_open reports "no such file" for all errors
+    # This raises the actual error; safe_open reports "no such file" for all errors.
+    open_to_read(path).close()
     try:
         return safe_open(path, framework="pt")
     except RuntimeError as error:

@@ -542,9 +542,8 @@ class Attention(Sublayer):
         if state:
             k = torch.cat([state["k"], k], dim=1)
             v = torch.cat([state["v"], v], dim=1)
-            if (
-                x.shape[1] > 1
-            ):  # the last positions have queries; a single query needs no description
+            # Only the last positions have queries. A single query does not need this description.
+            if x.shape[1] > 1:
                 documents = Documents([end] * len(x), [x.shape[1]] * len(x))
         if state is not None:
             state |= {"k": k, "v": v}

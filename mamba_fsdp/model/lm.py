@@ -18,7 +18,7 @@ from mamba_fsdp.ops.backends import REFERENCE
 from mamba_fsdp.ops.loss import linear_cross_entropy
 from mamba_fsdp.ops.norm import add_rms_norm
 
-States = list[dict[str, MixerState]]  # of each layer, by the name of the mixer's module
+States = list[dict[str, MixerState]]  # {name of a mixer's module: its state} for each layer
 
 
 class Block(nn.Module):
@@ -57,7 +57,7 @@ class Block(nn.Module):
         state: dict[str, MixerState] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the next (hidden, residual), both (batch, length, d_model). `residual` is fp32. The next block or the
-        final norm adds `hidden` to it. state: of each mixer, by the name of its module; it is updated."""
+        final norm adds `hidden` to it. state: {name of a mixer's module: its state}; it is updated."""
         hidden, residual = self.add_norm(hidden, residual, self.norm)
         outputs = []
         for name in self.mixer_names:
@@ -191,8 +191,8 @@ class MambaLM(nn.Module):
         documents: Documents | None = None,
         states: States | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns (hidden, residual) after all blocks, both (batch, length, d_model). states: of each layer, see
-        `forward`. They are updated, and seq_idx must be None."""
+        """Returns (hidden, residual) after all blocks, both (batch, length, d_model). states: see `forward`. They are
+        updated, and seq_idx must then be None."""
         hidden = F.embedding(tokens, self.backbone.embedding.weight)
         residual = None
         if seq_idx is not None and documents is None:

@@ -253,9 +253,8 @@ def write_part(path: Path, start: int, content: bytes | bytearray, is_last: bool
             file.truncate()
 
     def attempt() -> None:
-        descriptor = os.open(
-            path, os.O_WRONLY | os.O_CREAT, 0o666
-        )  # open() would truncate the file
+        # The built-in open() would truncate the file.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
         _write_once(open(descriptor, "wb"), write)
 
     retry_io(attempt, path)

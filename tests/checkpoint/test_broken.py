@@ -114,7 +114,8 @@ def parts_of(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype):
-    """Elements that were loaded from a damaged checkpoint are loaded again from the older one while it is verified.
+    """Elements that were loaded from a damaged checkpoint are loaded again from the older checkpoint while that is
+    verified.
 
     Without verification, `load` reads them. Elements with another dtype than the saved one, or for a GPU, pass through
     host memory.

@@ -1,4 +1,4 @@
-"""A corpus, a small tokenizer and a way to tokenise with it."""
+"""A corpus, a small tokenizer, and a fixture that imports the corpus with it."""
 
 import pytest
 

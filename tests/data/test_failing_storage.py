@@ -75,7 +75,8 @@ def test_a_single_storage_error_does_not_end_an_import(folder, sources, prepare,
 
 
 def test_reads_and_flushes_that_fail_are_repeated(folder, sources, prepare, monkeypatch):
-    """Every second read of an input fails, and every second flush, which loses what was written since the last one."""
+    """Every second read of an input fails. Every second flush fails too, and loses the data that was written since
+    the last one."""
     assert prepare(sources["words"], folder / "well", **OPTIONS["words"])
     (folder / "empty").touch()
     calls = {"readv": 0, "fsync": 0}
@@ -88,7 +89,7 @@ def test_reads_and_flushes_that_fail_are_repeated(folder, sources, prepare, monk
     def failing_readv(descriptor, buffers):
         if fails("readv"):
             number = (errno.EIO, errno.ESTALE)[calls["readv"] % 4 // 2]
-            # A stale descriptor is of no use any more.
+            # All further calls with a stale descriptor fail.
             with open(folder / "empty") as empty:
                 empty.seek(os.lseek(descriptor, 0, os.SEEK_CUR))
                 os.dup2(empty.fileno(), descriptor)

@@ -1,5 +1,5 @@
-"""get_dataset.py on text: what is held out, what can't be read, and that a run which was killed and resumed gives the bytes
-of one that was not."""
+"""get_dataset.py on text: held-out tokens, unreadable records, and imports that are killed and resumed, which give
+the bytes of an uninterrupted import."""
 
 import gzip
 import itertools
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.torch22
 
 
 def test_what_is_left_out_or_kept_is_counted_at_the_end(prepare, tmp_path, capsys):
-    """Files and records that can't be read, with one reason each; nothing is left out unless that is asked for."""
+    """Unreadable files and records are left out only with --skip_unreadable, and are reported with the reason."""
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.jsonl").write_text(
@@ -79,7 +79,7 @@ def test_the_held_out_share_is_of_tokens_and_does_not_depend_on_batches(lengths,
     holdout = Holdout(fraction, {"bytes": 4 * total}, 0)
 
     def held_out(edges):
-        """Whether each token is held out, if batches end at these tokens."""
+        """Returns whether each token is held out, if the batches end at these tokens."""
         parts = []
         start = open_tokens = 0
         for edge in edges:
@@ -124,7 +124,7 @@ def test_too_little_text_for_a_validation_is_refused(prepare, tmp_path):
 
 
 class Killed(BaseException):
-    """A kill -9: nothing of ours catches it."""
+    """Simulates a kill -9: no code of the library catches it."""
 
 
 def dies_after(writes, fsync=os.fsync):
@@ -169,7 +169,7 @@ def test_an_import_that_is_killed_at_any_write_resumes_to_the_same_bytes(
     assert not list(out.rglob(".*"))
 
 
-# Stands still while it trains the tokenizer, as deaf as Python is while a library computes.
+# Blocks while it trains the tokenizer, and ignores signals, like Python while a library computes.
 HELD = """
 import hashlib
 from pathlib import Path
@@ -271,7 +271,7 @@ def test_an_import_reports_a_full_disk_and_resumes(prepare, tmp_path, monkeypatc
 
 
 def test_a_full_disk_while_the_tokenizer_is_saved_is_reported(prepare, tmp_path, tokenizer):
-    """`transformers` saves it, and the library below raises a bare Exception."""
+    """`transformers` saves the tokenizer with a library that raises a plain Exception."""
     (tmp_path / "a.txt").write_text("text")
     settings = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT})
     (tmp_path / "tokenizer_config.json").write_text(settings)
@@ -295,7 +295,7 @@ def test_files_of_this_program_are_never_read_as_text(prepare, tmp_path, capsys)
     assert f"left out: 1 made by this program: {tmp_path}/out\n" in capsys.readouterr().out
 
 
-CHANGES = {  # what is done to the input: what differs
+CHANGES = {  # how the input is changed: the reported difference
     "printf 'other text' > a.txt": "bytes was 9 and is 10, last change was .*",
     "printf 'same size' > a.txt": "last change was 20.* and is 20.*",
     "mv a.txt b.txt": "place was .*a.txt and is .*b.txt",
@@ -342,7 +342,7 @@ def test_an_input_and_a_tokenizer_are_identified_by_their_resolved_paths(
         assert "complete already" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------- what is said meanwhile
+# ---------------------------------------------------------------- progress
 
 
 def test_progress_grows_to_100_percent_and_estimates_the_time_left(

@@ -1,4 +1,4 @@
-"""Which files an input names, and of which split. Training reads no split but its own, and inspecting agrees."""
+"""The files of an input and their splits. Training reads only its own split, and `inspect` shows the same files."""
 
 import os
 from itertools import product
@@ -69,12 +69,12 @@ def test_the_builtin_data_is_pythons_own_library(tmp_path, monkeypatch):
 def write_saved(path, documents):
     rows = datasets.Dataset.from_dict({"text": documents})
     rows.save_to_disk(path)
-    rows.to_parquet(path / "cache.parquet")  # what else lies there
+    rows.to_parquet(path / "cache.parquet")  # another file in the folder
     (path.parent / "dataset_dict.json").touch()
 
 
-# How splits lie in a folder: {place: the store that it is an official split for}. The first place holds the token 5, the
-# next one 6, and so on: only 5 is for training.
+# Layouts of splits in a folder: {path: the store of this official split}. The first path contains the token 5, the
+# next one 6, and so on. Only 5 is for training.
 TREES = {
     "folders": {"train/0.jsonl": "train", "val/0.jsonl": "validation", "test/0.jsonl": "test"},
     "folders below": {
@@ -125,7 +125,7 @@ def test_other_splits_are_left_out_of_training(tmp_path, capsys, name, pattern):
         assert sorted(file.store for file in files) == sorted(stores)
 
 
-# Files of which none is a split.
+# Names of files that are not splits.
 NO_SPLITS = {
     "packages": ["libcrypt-dev/a.jsonl", "libfoo/b.jsonl", "libtrain/c.jsonl"],
     "a repository": ["src/a.jsonl", "test/a.jsonl", "test/b.jsonl", "web-dev/a.jsonl"],

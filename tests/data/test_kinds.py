@@ -1,4 +1,4 @@
-"""What lies at a path is told by one function, with what is in it and a command that takes it."""
+"""classify_path describes any path: its kind, its content, and a command that accepts it."""
 
 import io
 import tarfile
@@ -51,7 +51,7 @@ FILES = RUN | {
     "settings.yaml": "",
     "strange/a.xyz": "",
 }
-PLACES = {  # path: (its kind, what is said of what is in it or of what takes it)
+PLACES = {  # path: (its kind, part of its description)
     "runs/a": ("run", "step_00000004, step_00000006"),
     "runs/a/": ("run", "inspect runs/a shows"),
     "link": ("run", "inspect link shows"),

@@ -1,5 +1,5 @@
-"""Batches hold what the order says, whoever reads them: any world size, split, number of threads; and errors reach the
-caller."""
+"""Batches contain the samples of the sampler for any world size, split into micro-batches, and number of threads.
+Errors are raised in the caller."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ L = 8
 
 
 class Numbers:
-    """A source whose token i is first + i, in documents of `document` tokens."""
+    """A source in which token i is first + i, with documents of `document` tokens."""
 
     def __init__(self, token_count, first=0, document=5):
         self.token_count = token_count
@@ -94,7 +94,7 @@ SPLITS = [(1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (4, 3, 1), (12, 1, 1)]
 def test_a_step_is_its_samples_for_every_world_size_split_and_worker_count(
     split, workers, prefetch, step, seed
 ):
-    """Each row is the window of a sample, its labels the same one token later."""
+    """Each row is the window of a sample. Its labels are the same tokens, shifted by one."""
     sources = two_sources()
     samples, tokens, labels = rows_of_step(
         sources, step, split, num_workers=workers, prefetch=prefetch, seed=seed
@@ -126,8 +126,8 @@ def test_threads_read_the_configured_number_of_steps_ahead(workers, prefetch, st
 
 
 def test_documents_of_a_row_are_kept_apart_and_labels_weigh_by_what_precedes_them():
-    """seq_idx counts documents from each row's first token. A weight is tanh(p / window), p counted from the start of
-    the row or of the document in it; a start itself is ignored."""
+    """seq_idx counts the documents in each row from 0. A weight is tanh(p / window), where p is the position since
+    the start of the row or of the document. The label at a start is ignored."""
     both = {"reset_at_documents": True, "position_weighting": True, "position_window": 3}
     with loader_of({"a": Numbers(50 * L + 1, document=5)}, 0, 1, 25, **both) as loader:
         (batch,) = loader.step(0)
@@ -165,7 +165,8 @@ def test_a_token_outside_the_models_vocabulary_is_refused():
 
 
 def evaluated(source, world_size, batch_size, stride):
-    """The batches of each rank; sharded models need every rank in every forward."""
+    """Returns the batches of each rank. All ranks must have the same number, because sharded models need every rank
+    in every forward pass."""
     data = DataConfig(seq_length=L)
     how = {"vocab_size": 10**6, "limit": 0, "stride": stride}
     ranks = []
@@ -202,7 +203,7 @@ def test_a_validation_source_without_two_tokens_is_refused():
 
 
 SMALL = {"batch_size": 2, "seq_length": 10, "d_conv": 4}
-STEPS = [  # (ranks, settings, what rank 1 computes of a step)
+STEPS = [  # (ranks, settings, the BatchShape of rank 1)
     (2, {}, BatchShape(1, 2, 2)),
     (2, {"gradient_accumulation_steps": 3}, BatchShape(1, 2, 2, 3)),
     (2, {"global_batch_size": 8}, BatchShape(1, 2, 2, 2)),

@@ -1,4 +1,5 @@
-"""What a tokenizer does to text beside encoding it is said, and what training did not see, its exports do not do."""
+"""Changes that a tokenizer makes to texts are reported, and tokens that documents do not have are not added by
+exported tokenizers either."""
 
 import json
 import re
@@ -48,7 +49,7 @@ def adding(template):
     return tokenizer
 
 
-SAID = {  # (tokenizer, what is said)
+SAID = {  # (tokenizer, the reported message)
     "bytes": (byte_level(), ""),
     "lowercase": (normalized(normalizers.Lowercase()), r"warning: .*'The quick br.*'the quick"),
     "letters": (normalized(normalizers.Replace("o", "")), "warning: the tokenizer loses"),

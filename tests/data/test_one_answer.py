@@ -1,4 +1,4 @@
-"""Every command gives the same answer to what a path is: for every input of these tests, and those in ../shared/cases."""
+"""All commands agree about the kind of a path, for every input of these tests and in ../shared/cases."""
 
 import os
 import re

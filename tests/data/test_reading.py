@@ -1,4 +1,4 @@
-"""What a document is: the same texts from every format, and the parts of a text file."""
+"""Documents: every format gives the same texts, and a text file can be divided into several documents."""
 
 import bz2
 import csv
@@ -20,7 +20,7 @@ from mamba_fsdp.importing import json_records, text_files
 from mamba_fsdp.importing.json_records import find_text_field
 from tests.support.corpora import read_input
 
-# One spells the token that ends documents.
+# One of the texts spells the token that ends documents.
 ODD_TEXTS = ["naïve 日本語 🙂", "  leading space", "two\nlines", 'quote " and, comma', "NA", "12"]
 ODD_TEXTS += ["a page about <|endoftext|> and its use", " \n", ""]
 
@@ -34,7 +34,7 @@ def arrow_stream(rows):
 
 
 def in_every_format(texts):
-    """{name of a file: its bytes} of the same texts."""
+    """Returns {name of a file: its bytes} for the same texts in every format."""
     rows = pandas.DataFrame({"id": 1, "text": texts, "": ""})
     lines = rows.to_json(orient="records", lines=True).encode()
     files = {
@@ -114,7 +114,7 @@ def test_a_document_too_long_to_encode_is_refused(tmp_path, monkeypatch, documen
         read_input(tmp_path, documents=documents)
 
 
-ENCODED = {  # bytes of a file: what is read with --encoding=cp1252
+ENCODED = {  # bytes of a file: the text that is read with --encoding=cp1252
     "José".encode("cp1252"): "José",
     "naïve José".encode() + "José".encode("cp1252"): "naïve JoséJosé",
     "naïve".encode("utf-16"): "naïve",

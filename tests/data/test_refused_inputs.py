@@ -1,4 +1,5 @@
-"""A mistake on the command line of get_dataset.py, or in its input, is one line that names the place and says what to do."""
+"""A mistake in the arguments of get_dataset.py, or in its input, gives an error of one line with the place and a
+remedy."""
 
 import gzip
 import io
@@ -67,7 +68,7 @@ FILES = {
     "spm/tokenizer.model": b"",
     "tiktoken/a.tiktoken": b"",
 }
-TABLES = {  # tables of others' tokens, as `datasets` saves them
+TABLES = {  # tables with tokens of other programs, saved by `datasets`
     "null": {"tokens": [[5, None]]},
     "labels": {"input_ids": [[5, 6], [7]], "labels": [[-100, 6], [7]]},
     "mask": {"input_ids": [[5, 6], [7]], "attention_mask": [[1, 0], [1]]},
@@ -77,7 +78,7 @@ TABLES = {  # tables of others' tokens, as `datasets` saves them
 }
 IDS = "--tokenizer=none --eos_token=0 --vocab_size=300"
 # tests/verbs/test_advice.py makes more of them, and follows the advice.
-MISTAKES = {  # words of the command: what is said
+MISTAKES = {  # arguments of the command: part of the message
     "nowhere.txt out": "error: nowhere.txt: there is no such file or folder",
     "./loop out": "error: ./loop: there is no such file or folder; it is a link to loop",
     "a/b/c out": "error: a/b/c: there is no such file or folder",

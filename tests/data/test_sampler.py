@@ -1,5 +1,5 @@
-"""The order of samples: every window once an epoch, weights met, positions that survive a change of anything but the
-data."""
+"""The order of samples: each epoch contains every window once, sources are drawn according to their weights, and a
+position remains valid unless the data changes."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -55,8 +55,8 @@ def test_samples_follow_the_weights_to_one_part_in_ten_thousand():
 
 
 def test_after_a_changed_mixture_each_source_continues_its_own_order():
-    """Other weights, an added, a removed and a returning source: nobody's windows are repeated or left out in an
-    epoch."""
+    """The weights change, and sources are added, removed and added again. No window of a source is repeated or left
+    out in an epoch."""
     sources = with_windows(400, 300, 200)
     seen = {name: [] for name in sources}
     state = None
@@ -93,7 +93,7 @@ def test_a_position_of_other_data_is_refused():
             8,
             0,
             later,
-        ),  # after it was away for a while
+        ),  # a source that was removed for some time
     }.items():
         with pytest.raises(UserError, match=message):
             Sampler(*changed)

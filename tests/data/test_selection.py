@@ -1,4 +1,5 @@
-"""What a run reads: the stores that its settings name, of one tokenizer, and the built-in data that it makes first."""
+"""The data of a run: stores that the settings name, with the same tokenizer, and the built-in data, which is made
+first."""
 
 import itertools
 from dataclasses import replace

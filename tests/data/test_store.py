@@ -1,4 +1,4 @@
-"""Token stores: what is written is what is read, and what is broken is refused by name."""
+"""Token stores: reading returns what was written, and errors name damaged files."""
 
 import pickle
 import shutil
@@ -40,8 +40,8 @@ def store(tmp_path):
 def test_any_window_equals_the_slice_of_the_documents(
     tmp_path_factory, documents, shard_tokens, data
 ):
-    """read(start, count) equals the slice of all documents laid end to end, positions restarting at each, across
-    files."""
+    """read(start, count) equals a slice of the concatenated documents, also across files. Positions restart at each
+    document."""
     store = write(tmp_path_factory.mktemp("store"), documents, shard_tokens=shard_tokens)
     flat = [token for document in documents for token in [*document, EOS]]
     positions = [i for document in documents for i in range(len(document) + 1)]
@@ -76,7 +76,8 @@ def test_positions_beyond_four_gib_can_be_read(tmp_path):
 
 
 def test_the_identity_depends_on_the_content_not_the_path(store, tmp_path):
-    """A copy has the same identity, one other token another. Rank 0 tells the other ranks what it has opened."""
+    """A copy has the same identity, and a changed token changes it. Rank 0 sends the opened stores to the other
+    ranks."""
     shutil.copytree(store.path, tmp_path / "copy")
     assert TokenStore(tmp_path / "copy").identity == store.identity
     assert write(tmp_path / "other", [[1, 2, 4], *DOCUMENTS[1:]]).identity != store.identity
@@ -85,7 +86,7 @@ def test_the_identity_depends_on_the_content_not_the_path(store, tmp_path):
 
 
 OF_VERSION = "of version .*; this version of the program reads"
-DAMAGES = {  # what is done in the folder: what is said
+DAMAGES = {  # how the folder is damaged: part of the message
     "rm -r $PWD": "no such file or folder; make a token store there: ",
     "rm -r $PWD && echo text > $PWD": "a file that no command takes, not a token store",
     "rm index.json": "an unfinished import, not a token store",

@@ -1,4 +1,4 @@
-"""The words and bytes that tokens stand for."""
+"""The numbers of words and bytes in the text of tokens."""
 
 import math
 
@@ -20,7 +20,7 @@ def test_windows_together_predict_every_token_but_the_first(token_count, window,
 
 
 def test_some_windows_predict_spans():
-    """A limit takes windows spread evenly; each but the first predicts its last `stride` tokens."""
+    """With a limit, windows are spread evenly. Each window except the first predicts its last `stride` tokens."""
     windows = evaluation_windows(token_count=20, seq_length=8, stride=3, limit=3)
     assert windows.tolist() == [0, 1, 3]
     assert text.predicted_spans(windows, 8, 3, 20) == [(1, 12), (15, 18)]

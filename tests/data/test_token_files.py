@@ -1,4 +1,4 @@
-"""Others' tokens become token stores: each document as its owner meant it, with one eos of ours."""
+"""Imports of tokens in the formats of other programs: each document is kept, with exactly one eos."""
 
 import datasets
 import numpy as np
@@ -17,10 +17,10 @@ pytestmark = pytest.mark.torch22
 EOS = 0
 BOS = 1
 LONG = [3 + number % 50 for number in range(40_000)]
-# Of the first vocabulary that two bytes a token do not suffice for.
+# The smallest vocabulary for which two bytes per token are not enough.
 IDS = {"tokenizer": "none", "eos_token": str(EOS), "vocab_size": 65_537}
 IDS["strip_tokens"] = [str(BOS)]
-# As written, and what is stored of each.
+# Documents as they are written, and as they are stored.
 DOCUMENTS = [
     ([BOS, 5, 6, EOS], [5, 6]),
     ([7], [7]),
@@ -33,14 +33,14 @@ DOCUMENTS = [
 ]
 WRITTEN = [written for written, _ in DOCUMENTS]
 STORED = [[*stored, EOS] for _, stored in DOCUMENTS if stored]
-# Kinds of lists in which an Arrow file may hold documents, one a row.
+# Types of lists that an Arrow file can contain as documents, one per row.
 IDS_TYPE = pyarrow.uint16()
 LISTS = {
     "lists": pyarrow.list_(IDS_TYPE),
     "list views": pyarrow.list_view(IDS_TYPE),
     "coded": pyarrow.list_(pyarrow.dictionary(pyarrow.int32(), pyarrow.int64())),
 }
-# Files of ids in which an eos ends a document: how one is written, and what does not say its type.
+# Formats in which an eos ends a document: how a file is written, and whether it contains its dtype.
 FLAT = {
     "OLMo": (lambda path, ids: ids.astype("<u4").tofile(path), {"dtype": "uint32"}),
     "NumPy": (np.save, {}),
@@ -87,7 +87,7 @@ def test_datalayout_documents_longer_than_its_positions(
 ):
     """After the 14 bits of a position overflow, a token or a window is not a separate document."""
     monkeypatch.setattr(token_files, "WINDOW", window)
-    exact = [*([5] * 16_383), EOS]  # ends where positions do
+    exact = [*([5] * 16_383), EOS]  # has as many tokens as there are positions
     documents = [[5, EOS], LONG, exact, [7, 8, EOS], LONG[:16_385]]
     write_layout(tmp_path / "a.npy", documents, wraps)
     prepare(tmp_path / "a.npy", tmp_path / "out", **{**IDS, "vocab_size": 65_536})

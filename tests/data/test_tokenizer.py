@@ -1,4 +1,4 @@
-"""Tokenizers: one that threads share, what makes two the same, and that loading one runs no code that lies beside it."""
+"""Tokenizers: use by several threads, identities, and loading without executing code in the tokenizer's folder."""
 
 import codecs
 import io
@@ -123,7 +123,8 @@ def test_a_tokenizer_folder_with_code_runs_none_of_it(load, tmp_path, monkeypatc
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("configured", [None, True, False])
 def test_a_tokenizer_json_is_used_unchanged(tokenizer, tmp_path, stored, configured):
-    """By both versions of transformers, whatever its folder is called and the config says of spaces; so is what is saved."""
+    """This holds for both versions of transformers, for any name of the folder, and for any option about spaces in
+    the config. It also holds for the saved tokenizer."""
     source = tmp_path / "my-t5-tokenizer"
     source.mkdir()
     content = json.loads(Path(tokenizer).read_text())

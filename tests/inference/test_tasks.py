@@ -74,7 +74,7 @@ def task_files(tmp_path_factory):
         common = {"task": name, "dataset_path": "json", "dataset_kwargs": data}
         splits = {"test_split": "test", "fewshot_split": "test"}
         described = {"doc_to_text": "{{text}}", **common, **splits, **task}
-        (folder / f"{name}.yaml").write_text(json.dumps(described))  # the YAML file contains it
+        (folder / f"{name}.yaml").write_text(json.dumps(described))  # JSON is valid YAML
     return folder
 
 

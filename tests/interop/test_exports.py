@@ -1,5 +1,5 @@
-"""What is exported is the same model in transformers' class: it computes the same with the same gradients, generates the
-same, and comes back bit for bit."""
+"""Exports to transformers: the class gives the same logits and gradients, generates the same text, and importing the
+export restores the weights bit for bit."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ from tests.support.small_models import (
 from tests.support.tiny import model_config
 
 pytestmark = pytest.mark.torch22
-TOLERANCE = 1e-5  # of a tensor's largest value
+TOLERANCE = 1e-5  # as a fraction of the largest value of a tensor
 TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
 DOCS = Path(__file__).parents[2].joinpath("docs/models.md").read_text()
 ROWS = re.findall(r"^\| `(\S+)` \| (?:`(.*)`)? ?\| (?:`(\w+ForCausalLM)`|none)", DOCS, re.M)
@@ -44,7 +44,7 @@ FALCON = (
 NEMOTRON = "mlp_activation=relu2 rotary_dim=0 ngroups=3 d_ssm=48 head_dim=16"
 OLMO = "qk_norm=whole norm_position=after_attention gdn_norm_eps=1e-5 norm_eps=1e-6"
 QWEN = "attention_gate=true qk_norm=head rope_theta=1e7 norm_eps=1e-6 d_state=11"
-ODD = [  # sizes and settings that no row of the table has
+ODD = [  # sizes and settings that CONFIGS does not contain
     ("mamba1", "d_state=5 d_conv=3 dt_rank=7 expand=3 tie_embeddings=true", "MambaForCausalLM"),
     ("mamba1", "d_state=5 d_ssm=40 bcdt_norm_eps=0.03", "FalconMambaForCausalLM"),
     ("mamba2", "ngroups=2 tie_embeddings=true", "Mamba2ForCausalLM"),
@@ -81,7 +81,7 @@ ODD = [  # sizes and settings that no row of the table has
     ("gdn+mlp,attention+mlp", f"rotary_dim=4 ngroups=2 {QWEN}", "Qwen3_5ForCausalLM"),
     ("gdn+mlp,attention+mlp", f"rotary_dim=8 tie_embeddings=true {QWEN}", "Qwen3_5ForCausalLM"),
 ]
-GDN_LENGTHS = (1, 64, 101)  # below and at a chunk, and over several
+GDN_LENGTHS = (1, 64, 101)  # shorter than a chunk, one chunk, and several chunks
 
 
 def config_of(layers, settings):
@@ -95,12 +95,12 @@ def config_of(layers, settings):
 
 def assert_close(found, expected, name):
     error = (found - expected).abs().max()
-    # Of one token some gradients are 0, but for rounding.
+    # For a single token, some gradients are zero except for rounding.
     assert error <= TOLERANCE * expected.abs().max() + 1e-12, (name, error)
 
 
 def gradients_by_our_name(architecture, config, theirs):
-    """{our name: its gradient} of their model, whose parameters have other names than its files may have."""
+    """Returns {our name: gradient} for a model of transformers. Its parameters can have other names than its files."""
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     found = {}
     for our_name, stored in architecture.stored_tensors(config).items():
@@ -120,7 +120,7 @@ def gradients_by_our_name(architecture, config, theirs):
 
 
 def compare(ours, theirs, architecture, exported, length):
-    """Logits, and the gradients of a loss that leaves out a part of one text."""
+    """Compares the logits, and the gradients of a loss that ignores a part of one text."""
     vocab_size = ours.config.vocab_size
     tokens = torch.randint(0, vocab_size, (2, length))
     labels = torch.randint(0, vocab_size, (2, length))
@@ -162,10 +162,10 @@ def test_a_family_is_the_same_model_in_the_class_that_docs_name(
     assert type(theirs).__name__ == class_name
     ours = model_of(config, state.get, torch.float64)
     lengths = (37,)
-    with monkeypatch.context() as exact:  # what their code casts to fp32, it casts to float64
+    with monkeypatch.context() as exact:  # makes casts to fp32 in transformers cast to float64
         stand_in = types.SimpleNamespace(**vars(torch) | {"float32": torch.float64})
         exact.setattr(sys.modules[type(theirs).__module__], "torch", stand_in)
-        if config.has_mixer("gdn"):  # which enlarges what the others may round
+        if config.has_mixer("gdn"):  # Gated DeltaNet increases the rounding errors of other layers
             lengths = GDN_LENGTHS
             exact.setattr(torch.Tensor, "float", torch.Tensor.double)
         for length in lengths:

@@ -1,5 +1,5 @@
-"""Models of others: published ones are our presets, releases with pictures are told how to begin, and scaled rotary
-positions are those of transformers."""
+"""Published models: they equal our presets, a release with a vision model gives advice, and scaled rotary positions
+equal those of transformers."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Files of torch.save: read without executing anything, written with one tensor in memory at a time."""
+"""Files of torch.save: reading executes no code, and writing needs one tensor in memory at a time."""
 
 import os
 import pickle
@@ -74,7 +74,9 @@ def test_one_tensor_is_in_memory_at_a_time(path):
     def tensors():
         for number in range(20):
             array = np.full(3, float(number))
-            alive.append(weakref.ref(array))  # it lives as long as a tensor over it
+            alive.append(
+                weakref.ref(array)
+            )  # the array exists as long as a tensor that uses its memory
             assert sum(reference() is not None for reference in alive) <= 2
             yield torch.from_numpy(array)
 
@@ -92,7 +94,7 @@ def test_an_error_of_the_source_ends_the_writing(path):
 
 
 class Trap:
-    """Unpickled without care, it makes a folder."""
+    """Creates a folder if it is unpickled without protection."""
 
     def __init__(self, path):
         self.path = path
@@ -122,7 +124,7 @@ CUT = "file.pth .* is incomplete or damaged; copy"
 PROGRAM = "file.pth is damaged or contains more than tensors and plain values"
 ARCHIVE = "file.pth is a TorchScript or tar archive, which can contain code"
 NO_DICT = "file.pth is not a dict of tensors"
-REFUSED = {  # name: (what writes the file, what is said)
+REFUSED = {  # name: (function that writes the file, part of the message)
     "script": (write_script, ARCHIVE),
     "tar": (write_tar, ARCHIVE),
     "trap": (lambda path: torch.save({"a": Trap(path)}, path), PROGRAM),
@@ -183,7 +185,7 @@ def test_a_bomb_of_shared_dicts_is_visited_once(path):
 
 
 def test_a_small_archive_that_unpacks_to_gigabytes_is_refused_unopened(path, monkeypatch):
-    """The sizes that it declares decide. Small ones are accepted."""
+    """The declared uncompressed sizes decide. Small archives are accepted."""
     torch.save({"weight": torch.zeros(10**6)}, path)
     compress(path)
     assert PthTensors(path).shapes == {"weight": (10**6,)}

@@ -1,4 +1,4 @@
-"""What can't be converted exactly is refused by name, and nothing is left half-written."""
+"""Models that can't be converted exactly are refused with the name of the field, and no incomplete output remains."""
 
 import dataclasses
 import json
@@ -22,12 +22,13 @@ from tests.support.tiny import model_config
 
 MAMBA1 = CONFIGS["mamba1"]
 PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text())
-# By name, what a config.json says: as transformers has it, as published, of state-spaces, ours.
+# {name: fields of a config.json} in the formats of transformers, of published models, of state-spaces and of this
+# program.
 BASES = {name: architecture_for(config).write_config(config) for name, config in CONFIGS.items()}
 BASES |= {name: published["config"] for name, published in PUBLISHED.items()}
 BASES |= {"bamba": BAMBA, "ours": dataclasses.asdict(MAMBA1)}
 MAMBA2 = {"layer": "Mamba2"}
-FIELDS = [  # (base, fields that say something else, what is said)
+FIELDS = [  # (base, changed fields, part of the message)
     ("mamba1", {"hidden_act": "gelu"}, "hidden_act is 'gelu', another activation; only 'silu'"),
     ("mamba1", {"model_type": "gpt2"}, "a model of type 'gpt2', architectures .*reads Mamba"),
     (
@@ -101,8 +102,8 @@ MEANINGLESS = {"architectures", "residual_in_fp32"}
 
 @pytest.mark.parametrize("name", ["mamba1-untied-rank", "mamba2-untied-wide", "hybrid", "llama"])
 def test_every_field_of_a_config_counts(name, config_file):
-    """Each field that an export writes, set to something else, is refused or gives another model, unless it is known to
-    mean nothing."""
+    """If a field of an export is changed, the model is refused or differs, except for fields that are known to have
+    no effect."""
     before = read_description(config_file(name)).config
     for field in BASES[name].keys() - MEANINGLESS:
         value = BASES[name][field]
@@ -137,7 +138,7 @@ def refused(source, words, folder, **how):
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
-    """A Mamba-2 model in our form, `ours`, and as transformers', `hf`."""
+    """A folder with a Mamba-2 model in our format (`ours`) and in the format of transformers (`hf`)."""
     folder = tmp_path_factory.mktemp("exports")
     write_model(write_ours(folder / "ours", CONFIGS["mamba2"]), folder / "hf")
     return folder
@@ -145,7 +146,7 @@ def exports(tmp_path_factory):
 
 @pytest.fixture
 def exported(exports, tmp_path):
-    """A copy of `hf`, which a test may change."""
+    """A copy of `hf` that a test can change."""
     return shutil.copytree(exports / "hf", tmp_path / "hf")
 
 
@@ -180,7 +181,7 @@ def test_tensors_of_another_model_are_refused(exported, tmp_path, name, tensor, 
 
 
 def test_damaged_sharded_safetensors_are_refused(exported, tmp_path):
-    """The index is not an index, leads out of the folder, or names missing files."""
+    """The index is not a valid index, points outside of the folder, or lists missing files."""
     tensors = load_file(exported / "model.safetensors")
     (exported / "model.safetensors").unlink()
     first, *others = tensors
@@ -211,7 +212,7 @@ def test_damaged_sharded_safetensors_are_refused(exported, tmp_path):
 
 HF_CONFIG = '{"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9}'
 OUR_CONFIG = '{"d_model": 8, "n_layer": 1, "vocab_size": 9}'
-NO_MODELS = {  # a file that lies there: (the place that is named, what is said)
+NO_MODELS = {  # existing file: (path given by the user, part of the message)
     "folder/x": (
         "folder",
         "a folder that no command takes .x., not a model; name a run, a checkpoint",
@@ -246,8 +247,8 @@ def test_two_models_in_one_file_are_refused(tmp_path):
 
 
 def test_a_folder_of_torch_distributed_checkpoint(tmp_path):
-    """Its index is a pickle of classes: refused, as are the folder around it and its parts, with the line that converts
-    it."""
+    """Its index is a pickle of classes. The folder, its parent folder and its files are refused, with a command that
+    converts it."""
     folder = tmp_path / "step_3_ckp"
     folder.mkdir()
     (folder / ".metadata").touch()

@@ -1,4 +1,4 @@
-"""Whatever names a model gives its weights: a run, a checkpoint, a file, a folder; with their tokenizer and type."""
+"""Weights can be read from a run, a checkpoint, a file or a folder, with their tokenizer and dtype."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def test_a_run_is_published_and_exported_with_its_tokenizer(run, source):
 
 
 def test_export_takes_a_tokenizer(tmp_path):
-    """Without a tokenizer, the export has none of transformers' default tokens."""
+    """Without a tokenizer, the export does not have the default special tokens of transformers."""
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba2"])
     tokenizer = write_tokenizer(tmp_path / "letters")
     with pytest.raises(UserError, match="/ours: a model, not a tokenizer; "):
@@ -162,7 +162,7 @@ def test_a_run_starts_from_its_own_checkpoint_then_from_what_is_named(run, tmp_p
 
 
 def test_a_single_storage_error_does_not_end_an_export(run, tmp_path, monkeypatch):
-    """For every call, the mean of checkpoints, a published model and an export are whole afterwards."""
+    """For an error in any call, the mean of checkpoints, a published model and an export are complete."""
     monkeypatch.setattr(time, "sleep", lambda _: None)
     checkpoints = [run / f"checkpoints/step_0000000{step}" for step in (1, 2)]
 

@@ -1,5 +1,5 @@
-"""The form of state-spaces in and out: bitwise round trips, the published config files, and the reference's own
-program."""
+"""The format of state-spaces: bitwise round trips, published config files, and comparisons with the reference
+implementation."""
 
 import dataclasses
 import json
@@ -51,8 +51,8 @@ def test_native_to_state_spaces_to_native_is_bitwise(config, tmp_path):
 def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we_read(
     project, tmp_path
 ):
-    """Mamba-1, Mamba-2, hybrid and attention only: logits, loss and gradients. Without rotary, which needs a GPU library
-    there."""
+    """Compares logits, loss and gradients of Mamba-1, Mamba-2, a hybrid and an attention model. Rotary positions are
+    left out, because mamba_ssm needs a GPU library for them."""
     models = {name: dataclasses.replace(config, rotary_dim=0) for name, config in MODELS.items()}
     tokens = torch.randint(0, 40, (2, 37), generator=torch.Generator().manual_seed(0))
     for name, config in models.items():
@@ -118,7 +118,7 @@ def test_published_config_files_are_the_presets(preset, content, tmp_path):
     assert config == ModelConfig(model_name=preset, **PRESETS[preset])
 
 
-LOST = {  # what a preset has that state-spaces has not
+LOST = {  # {preset: the setting that the format can't represent}
     "falcon-mamba-7b": "bcdt_norm_eps=1e-06",
     "llama3.1_8b": "rope_scaling=llama3",
     "granite-4.0-h-micro": "multipliers=embedding=12",

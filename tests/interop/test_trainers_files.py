@@ -1,4 +1,4 @@
-"""Checkpoints of other trainers, as fms-fsdp and Composer write them: the same model."""
+"""Checkpoints of fms-fsdp and Composer contain the same model as ours."""
 
 import re
 from functools import partial
@@ -48,12 +48,13 @@ def test_the_model_is_found_in_the_checkpoint_of_another_trainer(tmp_path):
 
 
 def as_neighbours(rows, size):
-    """The rows of heads of this size in fms' order: what is rotated together is not half a head apart, but side by side."""
+    """Reorders the rows of heads as in fms: rows that are rotated together are neighbours, instead of half a head
+    apart."""
     return rows.view(-1, 2, size // 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
 def test_rotary_positions_of_fms_are_converted_to_ours():
-    """There as complex numbers; what the channels of a head come to at each position is the same, in its order."""
+    """fms rotates complex numbers. The rotated channels of a head are equal at each position, in the order of fms."""
     size, length = 12, 21
     rows = torch.randn(size, length)
     ours = rotary(rows.T[None, :, None], torch.arange(length), size, 1e4)[0, :, 0].T
@@ -65,7 +66,7 @@ def test_rotary_positions_of_fms_are_converted_to_ours():
 
 
 def as_fms(state, config, fused, top):
-    """Our Llama with fms's names, whose heads rotate neighbouring rows."""
+    """Returns our Llama with the names of fms and with heads that rotate neighbouring rows."""
     neighbours = partial(as_neighbours, size=config.resolved_head_dim)
     embedding, head, prefix = top
     found = {

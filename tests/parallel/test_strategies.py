@@ -51,7 +51,7 @@ def one_process(optimizer="adamw", config=SMALL):
     return trajectory(start_world(), how, 2)
 
 
-# (how, micro-batches) by the number of ranks.
+# {number of ranks: (settings, micro-batches)}
 TWO = [
     (DDP, 4),
     (FSDP, 4),
@@ -71,7 +71,7 @@ COMPILED = [(FSDP | RECOMPUTING | {"use_torch_compile": True, "config": ONE_LAYE
     [
         (2, HAS_FSDP2, TWO),
         pytest.param(4, HAS_FSDP2, FOUR, marks=pytest.mark.slow),
-        pytest.param(4, False, FOUR, marks=pytest.mark.slow),  # the only one in torch 2.2
+        pytest.param(4, False, FOUR, marks=pytest.mark.slow),  # the only such case with torch 2.2
         pytest.param(2, HAS_FSDP2, COMPILED, marks=pytest.mark.slow),
     ],
     ids=["2 ranks", "4 ranks", "FSDP1", "compiled"],

@@ -1,4 +1,4 @@
-"""Files on unreliable storage: transient errors are retried, and a small file is replaced whole or not at all."""
+"""Files on unreliable storage: transient errors are retried, and small files are replaced atomically."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.torch22
 
 @pytest.fixture
 def slept(monkeypatch):
-    """The pauses so far; no other time passes."""
+    """The list of pauses. Sleeping takes no time in these tests."""
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(time, "monotonic", lambda: 100 + sum(pauses))
@@ -23,7 +23,7 @@ def slept(monkeypatch):
 
 
 def failing(times, number=errno.EIO):
-    """An action that fails so many times, and then works."""
+    """Returns an action that fails several times and then succeeds."""
     left = [OSError(number, os.strerror(number))] * times
 
     def action():
@@ -36,7 +36,7 @@ def failing(times, number=errno.EIO):
 
 @pytest.mark.parametrize("rank", ["", "3"])
 def test_a_transient_error_is_retried_after_growing_pauses(slept, capsys, monkeypatch, rank):
-    """The log says so once, and on many ranks, of which rank."""
+    """The retry is reported once, with the rank if there are several."""
     if rank:
         monkeypatch.setenv("RANK", rank)
     assert retry.retry_io(failing(4), "file") == "done"
@@ -63,7 +63,7 @@ def test_what_does_not_pass_is_raised_at_once(slept, capsys):
 
 
 def test_what_is_there_is_told_from_what_the_storage_does_not_say(tmp_path, monkeypatch):
-    """Links are followed. A folder that can't be listed is not an empty one."""
+    """Links are followed. A folder that can't be listed raises an error instead of an empty list."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "file").write_text("1234")
@@ -101,7 +101,7 @@ def test_a_folder_is_measured_and_removed_without_what_its_links_lead_to(tmp_pat
 
 
 def test_a_file_is_replaced_whole_once_its_data_is_durable(tmp_path, monkeypatch):
-    """Until then it lies in a folder of one's own."""
+    """Until then, the content is in a temporary file in the folder `own`."""
     path = tmp_path / "file"
     path.write_text("old")
     own = tmp_path / "own"
@@ -131,7 +131,7 @@ def test_a_rename_that_reports_an_error_though_it_succeeded_is_none(tmp_path, mo
 
 
 def test_a_hidden_name_is_new_and_found_again(tmp_path):
-    """And nothing else is taken for one: another's file, or one of another name."""
+    """Files of other programs, and temporary files for other names, are not listed."""
     hidden = {retry.temporary_path(tmp_path / "a+b") for _ in range(2)}
     others = [retry.temporary_path(tmp_path / other) for other in ("aab", "a+b.c")]
     for path in (*hidden, *others, tmp_path / ".a+b.snapshot"):
@@ -151,7 +151,8 @@ def test_a_pipe_or_a_huge_file_is_no_file_to_read(tmp_path):
 
 
 def test_a_file_whose_flush_failed_is_written_again(tmp_path, monkeypatch, slept):
-    """A second flush could succeed though the first one lost data. So is one that failed at its end."""
+    """The first flush can lose data even if a second flush succeeds. A file that fails when it is closed is written
+    again too."""
     flush = failing(2)
     monkeypatch.setattr(os, "fsync", lambda _: flush())
     written = []

@@ -1,11 +1,11 @@
-"""YAML of a person becomes text by name, or an error of one line."""
+"""YAML files of users: scalar values are read as text, and errors have one line."""
 
 import pytest
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage.text_yaml import load_yaml
 
-# 2 ** 40 words, by names for lists of names.
+# Nested aliases that expand to 2 ** 40 values.
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 WRONG = {
     BOMB: "can't be read as YAML: .*a0 stands for more than one value",
@@ -25,7 +25,7 @@ def file(tmp_path):
 
 @pytest.mark.parametrize("is_own", [False, True])
 def test_every_value_stays_text(file, is_own):
-    """Only null, which stands for the default, is none."""
+    """Only null becomes None. It means the default."""
     file.write_text("a: &one 01\nb: [yes, 1e3, *one]\nc: 'null'\nd: none\n")
     expected = {"a": "01", "b": ["yes", "1e3", "01"], "c": "null", "d": "none"}
     assert load_yaml(file, is_own) == expected

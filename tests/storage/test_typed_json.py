@@ -1,4 +1,4 @@
-"""JSON that anyone may have written becomes what it is said to hold, or an error of one line."""
+"""Untrusted JSON is converted to the expected types, or gives an error of one line."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +57,7 @@ def test_an_object_becomes_the_dataclass_that_wrote_it():
     assert from_json(Open, {"name": "a", "unknown": 1}) == Open("a")
 
 
-WRONG = {  # what is said: a field that is not as it should be
+WRONG = {  # {part of the message: an invalid field}
     "step is -1, not a whole number of at least 0": {"step": -1},
     "step is 9223372036854775808, not a whole": {"step": 2**63},
     "step is True, not": {"step": True},
