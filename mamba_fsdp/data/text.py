@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from mamba_fsdp.data.source import Source
-from mamba_fsdp.data.tokenizer import load_prompt_tokenizer
+from mamba_fsdp.data.tokenizer import load_for_prompts
 from mamba_fsdp.errors import UserError
 
 TOKENS_PER_CHUNK = 1 << 16  # the number of tokens to decode at a time
@@ -44,7 +44,7 @@ def count_words_and_bytes(source: Source, spans: Iterable[tuple[int, int]]) -> t
     has no tokenizer.
     """
     try:
-        tokenizer = load_prompt_tokenizer(source.tokenizer_path).backend
+        tokenizer = load_for_prompts(source.tokenizer_path).backend
     except UserError:  # the store has no tokenizer
         return 0, 0
     words = size = 0

@@ -113,7 +113,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the prefix and the ids of one text, without other tokens that some tokenizers add at its ends. Text that
-        spells a special token becomes this token in a prompt (see `load_prompt_tokenizer`), but not in a document."""
+        spells a special token becomes this token in a prompt (see `load_for_prompts`), but not in a document."""
         return self.prefix + self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
@@ -311,7 +311,7 @@ def check_tokenizer(
         )
 
 
-def import_advice(tokenizer: Path | None) -> str:
+def import_hint(tokenizer: Path | None) -> str:
     """Returns advice for data with token ids beyond a model's vocabulary. tokenizer: the path of the model's tokenizer; None
     if it is not known."""
     return (
@@ -392,7 +392,7 @@ def load_for_transformers(name: str | Path, remedy: str = "") -> Any:
     return pretrained
 
 
-def load_prompt_tokenizer(path: str | Path) -> TextTokenizer:
+def load_for_prompts(path: str | Path) -> TextTokenizer:
     """Loads the tokenizer of a folder or a name for prompts: text that spells a special token becomes this token.
 
     transformers is only used if tokenizer.json and tokenizer_config.json in the folder are not sufficient, because importing

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.text import count_words_and_bytes, predicted_spans
-from mamba_fsdp.data.tokenizer import check_tokenizer, import_advice
+from mamba_fsdp.data.tokenizer import check_tokenizer, import_hint
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import condition, setting
 from mamba_fsdp.reporting.console import Console
@@ -128,7 +128,7 @@ def measure(
     if store.vocab_size > vocab_size:
         raise UserError(
             f"{data} has a vocabulary of {store.vocab_size} tokens, but the model only {vocab_size}; "
-            f"{import_advice(model.weights.tokenizer_path)}"
+            f"{import_hint(model.weights.tokenizer_path)}"
         )
     world = inference_world()
     window = max(1, min(length, store.token_count - 1))

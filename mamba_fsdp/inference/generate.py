@@ -45,13 +45,13 @@ def generate(model: "Loaded | str | Path", options: GenerationConfig) -> Iterato
     import torch
     from tokenizers.decoders import DecodeStream
 
-    from mamba_fsdp.data.tokenizer import load_prompt_tokenizer
+    from mamba_fsdp.data.tokenizer import load_for_prompts
     from mamba_fsdp.inference import decoding
     from mamba_fsdp.inference.loading import ensure_loaded
 
     check_valid(options.prompt)
     loaded = ensure_loaded(model, options.model_name)
-    tokenizer = load_prompt_tokenizer(options.tokenizer or loaded.tokenizer_path)
+    tokenizer = load_for_prompts(options.tokenizer or loaded.tokenizer_path)
     if tokenizer.eos is None and not options.prompt:
         raise UserError(
             "the tokenizer has no end-of-document token to start a text without a prompt; give a --prompt"

@@ -18,12 +18,7 @@ from mamba_fsdp.data.selection import (
     validation_sources,
 )
 from mamba_fsdp.data.source import DummySource, Source
-from mamba_fsdp.data.tokenizer import (
-    TextTokenizer,
-    check_tokenizer,
-    import_advice,
-    load_prompt_tokenizer,
-)
+from mamba_fsdp.data.tokenizer import TextTokenizer, check_tokenizer, import_hint, load_for_prompts
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing.builtin import missing_builtin
 from mamba_fsdp.interop.architectures import exportable
@@ -224,7 +219,7 @@ def check_vocabulary(
             remedy = f"set vocab_size={store.vocab_size}"
             if origin.setting:
                 model = weights or find_weights(origin.path)
-                remedy = import_advice(model.tokenizer_path)
+                remedy = import_hint(model.tokenizer_path)
             raise UserError(
                 f"{store.path} has a vocabulary of {store.vocab_size}, the model only {vocab_size}; {remedy}"
             )
@@ -338,7 +333,7 @@ def open_data(settings: TrainConfig) -> RunData:
         check_tokenizers_agree([*sources.values(), *validation.values()])
     prompts = []
     if settings.training.eval_prompts:
-        tokenizer = load_prompt_tokenizer(representative_source(sources.values()).tokenizer_path)
+        tokenizer = load_for_prompts(representative_source(sources.values()).tokenizer_path)
         prompts = encode_prompts(settings.training.eval_prompts, tokenizer)
     return RunData(sources, shares, validation, prompts)
 

@@ -13,7 +13,7 @@ from mamba_fsdp.data.loader import Batch, evaluation_batches, evaluation_windows
 from mamba_fsdp.data.selection import representative_source
 from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.text import bits_per_byte, count_words_and_bytes, predicted_spans
-from mamba_fsdp.data.tokenizer import load_prompt_tokenizer
+from mamba_fsdp.data.tokenizer import load_for_prompts
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.this_process import progress
@@ -172,7 +172,7 @@ def write_samples(context: TrainContext) -> list[str]:
         ends += 1
     if context.world.rank:
         return []
-    tokenizer = load_prompt_tokenizer(
+    tokenizer = load_for_prompts(
         representative_source(context.data.sources.values()).tokenizer_path
     )
     return [tokenizer.decode(row[:end]) for row, end in zip(tokens.tolist(), ends.tolist())]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.data.tokenizer import load_prompt_tokenizer
+from mamba_fsdp.data.tokenizer import load_for_prompts
 from mamba_fsdp.errors import UserError, command
 from mamba_fsdp.fields import setting
 from mamba_fsdp.importing.inputs import find_files
@@ -283,7 +283,7 @@ def _show_samples(store: TokenStore) -> None:
         print_field("tokenizer", "none")
         return
     print_field("tokenizer", folder)
-    words = load_prompt_tokenizer(folder)
+    words = load_for_prompts(folder)
     for number in range(SAMPLES):
         start = store.token_count * number // SAMPLES
         tokens = store.read(start, min(SAMPLE_TOKENS, store.token_count - start)).tokens

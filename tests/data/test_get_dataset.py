@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mamba_fsdp.data.tokenizer import END_OF_TEXT, load_prompt_tokenizer
+from mamba_fsdp.data.tokenizer import END_OF_TEXT, load_for_prompts
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing import make_dataset, text_files
 from mamba_fsdp.importing.holding_out import Holdout
@@ -223,7 +223,7 @@ def test_merged_parts_contain_the_documents_of_a_single_process(prepare, tmp_pat
         assert sum(parts) == whole
     else:
         assert read_back(out / "train") == read_back(tmp_path / "whole/train")
-    assert load_prompt_tokenizer(out / "train/tokenizer").eos_token == "<end>"
+    assert load_for_prompts(out / "train/tokenizer").eos_token == "<end>"
     assert not (out / ".progress").exists()
 
 

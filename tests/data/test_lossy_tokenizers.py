@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer
 
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.data.tokenizer import load_prompt_tokenizer
+from mamba_fsdp.data.tokenizer import load_for_prompts
 from mamba_fsdp.errors import UserError
 
 pytestmark = pytest.mark.torch22
@@ -119,7 +119,7 @@ def test_a_tokenizer_adds_the_bos_that_documents_have(bos, class_name, prepare, 
     assert ids[:-1].count(1) == ids.count(1) == bos == (ids[0] == 1)
     assert ids[-1] == 0
     assert AutoTokenizer.from_pretrained(place).encode(TEXT) == ids[:-1]
-    assert load_prompt_tokenizer(place).encode(TEXT) == ids[:-1]
+    assert load_for_prompts(place).encode(TEXT) == ids[:-1]
 
 
 def test_a_tokenizer_without_bos_is_refused_with_bos(prepare, tmp_path):

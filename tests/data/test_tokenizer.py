@@ -18,7 +18,7 @@ from mamba_fsdp.data.tokenizer import (
     identities_in,
     identity_of,
     load,
-    load_prompt_tokenizer,
+    load_for_prompts,
 )
 from mamba_fsdp.errors import UserError
 
@@ -56,7 +56,7 @@ def test_eight_threads_share_one_tokenizer(tokenizer, texts):
 def test_a_spelled_special_token_is_text_in_a_document_and_a_token_in_a_prompt(folder):
     """The identity of a folder's tokenizer does not depend on the purpose for which it is loaded."""
     for_documents = load(str(folder))
-    for_prompts = load_prompt_tokenizer(folder)
+    for_prompts = load_for_prompts(folder)
     (ids,) = for_documents.encode_documents([SPELLED])
     assert for_documents.eos not in ids
     assert for_documents.decode(ids) == SPELLED
@@ -81,7 +81,7 @@ def test_equivalent_tokenizers_have_the_same_identity(folder, tmp_path):
     assert identity_of(one) == identity_of(same) != identity_of(other)
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
     identities = [*identities_in(folder), *identities_in(tmp_path)]
-    assert identities == [load_prompt_tokenizer(folder).identity] * 4
+    assert identities == [load_for_prompts(folder).identity] * 4
     assert list(identities_in(None)) == []
 
 
@@ -100,7 +100,7 @@ def test_a_tokenizer_without_the_named_eos_is_refused(tokenizer, eos_token):
         load(tokenizer, eos_token)
 
 
-@pytest.mark.parametrize("load", [load, load_prompt_tokenizer])
+@pytest.mark.parametrize("load", [load, load_for_prompts])
 def test_a_tokenizer_folder_with_code_runs_none_of_it(load, tmp_path, monkeypatch):
     """This holds even if `yes |` answers every question."""
     monkeypatch.chdir(tmp_path)
@@ -136,7 +136,7 @@ def test_a_tokenizer_json_is_used_unchanged(tokenizer, tmp_path, stored, configu
     (source / "tokenizer_config.json").write_text(json.dumps(known))
     expected = Tokenizer.from_str(json.dumps(content)).encode("a text").ids
     loaded = load(str(source))
-    assert loaded.encode("a text") == load_prompt_tokenizer(source).encode("a text") == expected
+    assert loaded.encode("a text") == load_for_prompts(source).encode("a text") == expected
     loaded.save(tmp_path / "saved")
     again = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert again("a text")["input_ids"] == expected

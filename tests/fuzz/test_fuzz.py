@@ -141,7 +141,7 @@ def make_tokenizer(folder):
 
 
 def read_tokenizer(folder):
-    tokenizer.load_prompt_tokenizer(folder).encode("a few words")
+    tokenizer.load_for_prompts(folder).encode("a few words")
     list(tokenizer.identities_in(folder))
 
 

@@ -12,7 +12,7 @@ import torch
 import mamba_fsdp
 from mamba_fsdp.data import text, tokenizer
 from mamba_fsdp.data.store import TokenStore
-from mamba_fsdp.data.tokenizer import load_prompt_tokenizer
+from mamba_fsdp.data.tokenizer import load_for_prompts
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.inference import loading
 from mamba_fsdp.verbs import evaluate, export
@@ -70,7 +70,7 @@ def test_words_and_bytes_are_counted_in_the_predicted_text(model, monkeypatch):
     """The counts do not depend on the windows, nor on how many tokens are decoded at a time."""
     whole = mamba_fsdp.evaluate(model, STORE, seq_length=32)
     store = TokenStore(STORE)
-    decode = load_prompt_tokenizer(model.tokenizer_path).decode
+    decode = load_for_prompts(model.tokenizer_path).decode
     texts = [decode(document[:-1].tolist()) for document in stored_documents(store)]
     words = sum(len(text.split()) for text in texts)
     assert words - 1 <= whole.words <= words  # the first token is not predicted

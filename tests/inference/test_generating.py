@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mamba_fsdp.data.tokenizer import load_prompt_tokenizer, train
+from mamba_fsdp.data.tokenizer import load_for_prompts, train
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.inference import decoding, generate
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.torch22
 def test_a_character_of_several_tokens_is_yielded_when_it_is_complete(monkeypatch, tmp_path):
     """The end-of-document token and an incomplete last character are not part of the text."""
     train(["aaa"], 257).save(tmp_path)  # each token is a byte
-    letters = load_prompt_tokenizer(tmp_path)
+    letters = load_for_prompts(tmp_path)
     model = SimpleNamespace(network=torch.nn.Linear(1, 1), tokenizer_path=tmp_path)
     for text, pieces in (
         ("aé日b", ["a", "", "é", "", "", "日", "b"]),
@@ -36,7 +36,7 @@ def test_text_without_transformers_equals_text_with_transformers(in_user_folder)
 
     text = "def naïve 日本<|endoftext|>x"
     for folder in ("runs/demo/tokenizer", "exported/demo"):
-        ours = load_prompt_tokenizer(folder)
+        ours = load_for_prompts(folder)
         theirs = AutoTokenizer.from_pretrained(folder)
         ids = ours.encode(text)
         assert ids == theirs(text, add_special_tokens=False)["input_ids"]
