@@ -28,7 +28,7 @@ OUT = Path("runs/recipe")
 VALIDATION = OUT / "validation"
 LAYERS = {"mamba1": "mamba1", "mamba2": "mamba2", "hybrid": "3*mamba2,attention"}
 ADAMW = "optimizer=adamw"
-MUON = "optimizer=muon muon_momentum=0.9"
+MUON = "optimizer=muon muon_coefficients=minimax muon_momentum=0.9"
 RECIPES = {  # {name: settings}; the first one is the reference
     "AdamW 1e-2": f"{ADAMW} beta2=0.99 learning_rate=1e-2",
     "AdamW 3e-3, beta2 0.95": f"{ADAMW} beta2=0.95 learning_rate=3e-3",
@@ -39,7 +39,8 @@ RECIPES = {  # {name: settings}; the first one is the reference
     "Muon 2e-2": f"{MUON} beta2=0.99 learning_rate=2e-2",
     "Muon 4e-2": f"{MUON} beta2=0.99 learning_rate=4e-2",
     "Muon 2e-2, beta2 0.95": f"{MUON} beta2=0.95 learning_rate=2e-2",
-    "Muon 2e-2, momentum 0.95": "optimizer=muon muon_momentum=0.95 beta2=0.99 learning_rate=2e-2",
+    "Muon 2e-2, momentum 0.95": f"{MUON} muon_momentum=0.95 beta2=0.99 learning_rate=2e-2",
+    "Muon 2e-2, jordan": f"{MUON} muon_coefficients=jordan beta2=0.99 learning_rate=2e-2",
     "Muon 2e-2, linear to 0": f"{MUON} beta2=0.99 learning_rate=2e-2 schedule=linear min_learning_rate_ratio=0",
 }
 
@@ -115,6 +116,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--only", default="", help="names of recipes, separated by ;")
     args = parser.parse_args()
+    if not Path("data/builtin").exists():
+        parser.error("data/builtin does not exist; ./1.train.sbatch creates it")
     make_validation()
     reference, *others = RECIPES
     names = [reference, *(args.only.split(";") if args.only else others)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mamba_fsdp.model import spec
 from mamba_fsdp.planning.devices import Instance
 from mamba_fsdp.planning.memory import FP32, Workload, matmul_parameters
+from mamba_fsdp.settings.train_config import NEWTON_SCHULZ_ITERATIONS
 
 EFFICIENCY = {"products": 0.65, "attention": 0.45, "memory": 0.8, "links": 0.75, "network": 0.7}
 # Cost of the recurrence, as equivalent bytes per state and token. Mamba-2: fitted to published rates of mamba-ssm.
@@ -23,7 +24,6 @@ HOP_SECONDS = 5e-6  # latency of each hop of a ring
 BLOCK_LAUNCH_SECONDS = 1.1e-3
 FP32_SLOWDOWN = 16  # fp32 products take about 16 times as long as bf16 products on these devices
 ADAMW_BYTES = 40  # bytes moved per weight
-NEWTON_SCHULZ_ITERATIONS = 5  # the same as in trainer/muon.py
 
 
 @dataclass
@@ -77,11 +77,12 @@ def muon_flops(work: Workload) -> float:
     """Returns the FLOPs of Muon's orthogonalization on the rank with the most work.
 
     A Newton-Schulz iteration on an r x c matrix, with r <= c, takes two products of r x r x c and one of r x r x r."""
+    iterations = NEWTON_SCHULZ_ITERATIONS[work.settings.optimizer.muon_coefficients]
     costs = []
     for parameter in work.muon_parameters:
         sides = [sorted((rows, parameter.shape[1])) for rows in parameter.rows.values()]
         multiplied = sum(2 * shorter**2 * longer + shorter**3 for shorter, longer in sides)
-        costs.append(2 * NEWTON_SCHULZ_ITERATIONS * multiplied)
+        costs.append(2 * iterations * multiplied)
     return work.max_rank_cost(costs)
 
 

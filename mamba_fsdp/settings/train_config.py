@@ -66,6 +66,7 @@ with_final_decay = requires_value("schedule", "wsd", "wsd_cosine", "wsd_sqrt")
 with_recomputing = requires_value("fsdp_activation_checkpointing", True)
 with_sharding = requires_value("sharding_strategy", "fsdp", "hsdp", "auto")
 with_muon = requires_value("optimizer", "muon")
+NEWTON_SCHULZ_ITERATIONS = {"jordan": 5, "minimax": 3}  # with the coefficients in trainer/muon.py
 ENDING_SCHEDULES = [name for name in SCHEDULES if name not in ("constant", "inverse_sqrt")]
 with_schedule_end = requires_value("schedule", *ENDING_SCHEDULES)
 
@@ -178,6 +179,11 @@ class OptimizerConfig:
     and weight_decay suit both."""
     muon_momentum: float = setting(0.95, at_least=0, at_most=0.9999999, needs=with_muon)
     """Muon: decay rate of the running average of the gradient."""
+    muon_coefficients: str = setting(
+        "jordan", choices=tuple(NEWTON_SCHULZ_ITERATIONS), needs=with_muon
+    )
+    """Muon: coefficients of the Newton-Schulz iterations. jordan: 5 iterations (Jordan et al. 2024). minimax: 3 iterations,
+    which are as good and take less time (docs/tuning.md)."""
     learning_rate: float = setting(3e-3, above=0)
     """Peak learning rate. The default comes from the recipe; the published one is 0.0003 if the model has no recipe or
     the run starts from trained weights."""

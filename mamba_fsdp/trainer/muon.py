@@ -13,7 +13,7 @@ all-to-alls. Each of them transfers all parameters together, in the dtype of the
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -23,9 +23,20 @@ from torch import Tensor
 from mamba_fsdp.parallel.model import ParameterSlot
 from mamba_fsdp.parallel.world import World
 
-# The values of Jordan et al.
-ITERATIONS = 5
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the resulting singular values are between 0.7 and 1.2
+Coefficients = Sequence[tuple[float, float, float]]
+# Each Newton-Schulz iteration replaces a singular value s by a s + b s^3 + c s^5. These are its (a, b, c). Before the first
+# iteration the matrix is scaled to a Frobenius norm of 1. Its singular values are then at most 1.
+COEFFICIENTS: dict[str, Coefficients] = {
+    # Jordan et al. Singular values above 0.0015 become values between 0.68 and 1.21.
+    "jordan": 5 * [(3.4445, -4.7750, 2.0315)],
+    # For each iteration the polynomial with the smallest maximum error, as in Amsel et al. 2025, The Polar Express (arXiv
+    # 2505.16932). Singular values above 0.01 become values between 0.72 and 1.27.
+    "minimax": [
+        (8.0934, -23.6205, 17.4462),
+        (3.6366, -2.7219, 0.5365),
+        (2.6613, -1.9772, 0.4526),
+    ],
+}
 MIN_NORM = 1e-7
 MAX_BATCH = 1 << 26  # elements of the matrices that are orthogonalized together
 # Root mean square of the elements of AdamW's step at a learning rate of 1 (Liu et al.).
@@ -48,8 +59,8 @@ def _assign_owners(slots: Iterable[ParameterSlot], ranks: int) -> list[list[Para
     return owned
 
 
-def _replace_with_steps(matrices: list[Tensor]) -> None:
-    """Replaces each matrix in the list with its step at a learning rate of 1: see `_orthogonalize`.
+def _replace_with_steps(matrices: list[Tensor], coefficients: Coefficients) -> None:
+    """Replaces each matrix in the list with its step at a learning rate of 1: see `orthogonalize`.
 
     Matrices of one shape, or of its transpose, are orthogonalized together, up to MAX_BATCH elements at a time, because
     a few large products take less time than many small ones.
@@ -62,7 +73,7 @@ def _replace_with_steps(matrices: list[Tensor]) -> None:
         for first in range(0, len(numbers), together):
             chosen = numbers[first : first + together]
             batch = torch.stack([_wide(matrices[number]) for number in chosen])
-            for number, step in zip(chosen, _orthogonalize(batch)):
+            for number, step in zip(chosen, orthogonalize(batch, coefficients)):
                 is_wide = matrices[number].shape == step.shape
                 matrices[number] = step if is_wide else step.T
 
@@ -72,17 +83,16 @@ def _wide(matrix: Tensor) -> Tensor:
     return matrix.T if rows > columns else matrix
 
 
-def _orthogonalize(batch: Tensor) -> Tensor:
+def orthogonalize(batch: Tensor, coefficients: Coefficients) -> Tensor:
     """Approximates U V^T of each matrix with the SVD U S V^T, by Newton-Schulz iterations.
 
     The result is scaled to the size of a step of AdamW at a learning rate of 1.
 
-    batch: (matrices, rows, columns), with rows <= columns.
+    batch: (matrices, rows, columns), with rows <= columns. coefficients: those of each iteration.
     """
-    a, b, c = COEFFICIENTS
     norms = torch.linalg.matrix_norm(batch, keepdim=True)
     x = batch / (norms + MIN_NORM)
-    for _ in range(ITERATIONS):
+    for a, b, c in coefficients:
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
@@ -99,16 +109,19 @@ class Muon(torch.optim.AdamW):
         world: World,
         dtype: torch.dtype,
         momentum: float,
+        coefficients: Coefficients,
         **adamw: Any,
     ) -> None:
         """groups: the parameter groups that AdamW updates.
 
         rows: {parameter: [number of rows of each stacked matrix]}. dtype: the dtype of the orthogonalization.
-        momentum: the decay rate of the momentum. adamw: the arguments of AdamW.
+        momentum: the decay rate of the momentum. coefficients: those of each Newton-Schulz iteration. adamw: the
+        arguments of AdamW.
         """
         super().__init__([*groups, {"params": [slot.local for slot in rows]}], **adamw)
         self.rows = rows
         self.momentum = momentum
+        self.coefficients = coefficients
         self.world = world
         self.empty = torch.empty(0, dtype=dtype, device=world.device)
         self.owned = _assign_owners(rows, world.size)
@@ -165,7 +178,7 @@ class Muon(torch.optim.AdamW):
             matrix for slot, whole in zip(mine, wholes) for matrix in whole.split(self.rows[slot])
         ]
         del wholes  # each matrix is freed when its step replaces it
-        _replace_with_steps(matrices)
+        _replace_with_steps(matrices, self.coefficients)
         stacked = iter(matrices)
         steps = [torch.cat([next(stacked) for _ in self.rows[slot]]).view(-1) for slot in mine]
         outgoing = [[step[slot.part(other)] for slot, step in zip(mine, steps)] for other in ranks]
@@ -179,6 +192,8 @@ class Muon(torch.optim.AdamW):
 
         incoming: the sizes of the tensors to receive from each rank.
         """
+        if self.world.size == 1:
+            return tuple(outgoing[0])
         counts = [sum(map(len, tensors)) for tensors in outgoing]
         expected = list(map(sum, incoming))
         sent = torch.cat([self.empty, *chain(*outgoing)])

@@ -10,7 +10,7 @@ from mamba_fsdp.model.spec import Parameter
 from mamba_fsdp.parallel.compat import has_fused_adamw
 from mamba_fsdp.parallel.model import ParallelModel
 from mamba_fsdp.settings.train_config import OptimizerConfig
-from mamba_fsdp.trainer.muon import Muon
+from mamba_fsdp.trainer.muon import COEFFICIENTS, Muon
 from mamba_fsdp.trainer.step_stats import StepStats
 
 
@@ -48,7 +48,9 @@ def make_optimizer(
     if not rows:
         return torch.optim.AdamW(groups, **adamw)
     dtype = torch.float32 if compute_dtype == torch.float32 else torch.bfloat16
-    return Muon(groups, rows, parallel.world, dtype, config.muon_momentum, **adamw)
+    coefficients = COEFFICIENTS[config.muon_coefficients]
+    momentum = config.muon_momentum
+    return Muon(groups, rows, parallel.world, dtype, momentum, coefficients, **adamw)
 
 
 class LossScale:

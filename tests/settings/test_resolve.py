@@ -137,6 +137,7 @@ POINTLESS = {
     "position_window=5.0": ("", "position_weighting=true"),
     "prefetch=5": ("num_workers=0", ""),
     "muon_momentum=0.8": ("optimizer=adamw", ""),
+    "muon_coefficients=jordan": ("optimizer=adamw", ""),
     "schedule_steps=5": ("schedule=inverse_sqrt", ""),
     "decay_steps=5": ("", "schedule=wsd_sqrt"),
     "polynomial_power=2.0": ("", "schedule=polynomial"),

@@ -74,6 +74,7 @@ OTHER_VALUES = [
             "recipe": "published",
             "optimizer": "adamw",
             "muon_momentum": 0.5,
+            "muon_coefficients": "jordan",
             "learning_rate": 0.02,
             "weight_decay": 0.5,
             "beta1": 0.5,

@@ -11,6 +11,8 @@ from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.spec import parameters
 from mamba_fsdp.parallel.compat import step_unless_rejected
 from mamba_fsdp.parallel.world import CPU, World
+from mamba_fsdp.settings.train_config import NEWTON_SCHULZ_ITERATIONS
+from mamba_fsdp.trainer.muon import ADAMW_RMS, COEFFICIENTS, orthogonalize
 from mamba_fsdp.trainer.optimizer import LossScale
 from tests.support.ranks import build
 
@@ -72,6 +74,23 @@ def test_a_step_is_that_of_torchs_muon_on_each_stacked_matrix(muon):
             torch.testing.assert_close(
                 slot.local, torch.cat(parts), rtol=1e-6, atol=1e-6 + step * largest / 2**9
             )
+
+
+@pytest.mark.parametrize(
+    "name, smallest, low, high", [("jordan", 0.0015, 0.67, 1.21), ("minimax", 0.01, 0.72, 1.28)]
+)
+def test_the_iterations_make_all_singular_values_about_one(name, smallest, low, high):
+    coefficients = COEFFICIENTS[name]
+    assert len(coefficients) == NEWTON_SCHULZ_ITERATIONS[name]
+    columns = 48
+    generator = torch.Generator().manual_seed(0)
+    u, _, vh = torch.linalg.svd(torch.randn(32, columns, generator=generator), full_matrices=False)
+    singular_values = torch.logspace(math.log10(3 * smallest), 0, 32)
+    step = orthogonalize((u * singular_values @ vh)[None], coefficients)[0]
+    scaled = step / (ADAMW_RMS * math.sqrt(columns))
+    found = (u.T @ scaled @ vh.T).diagonal()
+    assert low < found.min() and found.max() < high
+    torch.testing.assert_close(scaled, u * found @ vh)
 
 
 def updated(scale, state, applied):

@@ -47,7 +47,9 @@ def test_a_run_from_before_the_tuned_recipe_resumes_with_its_own(train, tmp_path
     train(tmp_path / "whole", num_steps=4, recipe="published", **common)
     train(tmp_path / "old", num_steps=2, recipe="published", **common)
     file = tmp_path / "old/config.yaml"
-    file.write_text(re.sub(r"  (recipe|muon_momentum): .*\n", "", file.read_text()))
+    file.write_text(
+        re.sub(r"  (recipe|muon_momentum|muon_coefficients): .*\n", "", file.read_text())
+    )
     said = train(tmp_path / "old", num_steps=4, **common)
     assert "training   adamw, learning rate 0.01 (constant), recipe published" in said
     assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "old"))
