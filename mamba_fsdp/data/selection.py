@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import combinations, count
+from itertools import chain, combinations, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,5 +120,4 @@ def batches(dataset_path: str | Path, *, options: BatchesConfig) -> Iterator["Ba
         BatchShape(0, 1, options.batch_size),
         vocab_size=vocab_size,
     )
-    for step in count():
-        yield from loader.step(step)
+    return chain.from_iterable(map(loader.step, count()))

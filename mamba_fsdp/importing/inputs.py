@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import fnmatch
 import glob
 import hashlib
 import itertools
@@ -20,12 +21,13 @@ from mamba_fsdp.importing.kinds import (
     LeftOut,
     check_input,
     files_below,
+    folders_below,
     input_kinds,
     unexpected_path_error,
 )
 from mamba_fsdp.importing.splits import missing_parts, named_split, splits_of
 from mamba_fsdp.settings.dataset_config import DatasetConfig
-from mamba_fsdp.storage.retry import exists, is_folder, read_bytes, stat_of
+from mamba_fsdp.storage.retry import exists, is_folder, list_entries, read_bytes, stat_of
 from mamba_fsdp.text import format_count, suggest_path
 
 # Folders inside the folder of the standard library that do not belong to it.
@@ -44,7 +46,6 @@ class InputFile:
     store: str = "train"  # the store for its documents, except for held-out ones
     place: str = ""  # the file's path without links
     share_read: float = 0.0  # the share of the file that has been read
-    has_mark: bool = False  # whether it begins with a byte order mark; set when it is opened
 
 
 class Document(NamedTuple):
@@ -146,9 +147,9 @@ def _local_files(name: str, options: DatasetConfig, left_out: LeftOut) -> list[I
         check_input(name)
     places = [Path(name)]
     if glob.has_magic(name) and not exists(name):
-        places = [Path(place) for place in sorted(glob.glob(name, recursive=True))]
-    found = [file for place in places for file in files_below(place, left_out)]
-    kinds = input_kinds(found, left_out, options.format, options.dtype)
+        places = _expand(Path(name), left_out)
+    found = dict.fromkeys(file for place in places for file in files_below(place, left_out))
+    kinds = input_kinds(list(found), left_out, options.format, options.dtype)
     if not kinds:
         raise unexpected_path_error(name, "text or token ids to import")
     files = list(kinds)
@@ -164,6 +165,28 @@ def _local_files(name: str, options: DatasetConfig, left_out: LeftOut) -> list[I
         else:
             by_place[place] = InputFile(str(path), kinds[path].name, split, place=place)
     return list(by_place.values())
+
+
+def _expand(pattern: Path, left_out: LeftOut) -> list[Path]:
+    """Returns the paths that match a pattern, sorted. glob.glob is not used, because it ignores folders that can't be read:
+    they raise UserError or OSError."""
+    parts = pattern.parts
+    depth = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    places = [Path(*parts[:depth])]
+    for part in parts[depth:]:
+        folders = [place for place in places if is_folder(place)]
+        if part == "**":
+            found = [below for folder in folders for below, _ in folders_below(folder, left_out)]
+        else:
+            found = [folder / name for folder in folders for name in _matching(folder, part)]
+        places = sorted(set(found), key=str)
+    return places
+
+
+def _matching(folder: Path, pattern: str) -> list[str]:
+    """Returns the names in a folder that match a pattern. Only a pattern that begins with a dot matches hidden ones."""
+    names = fnmatch.filter(list_entries(folder), pattern)
+    return [name for name in names if pattern.startswith(".") or not name.startswith(".")]
 
 
 def _hub_splits(name: str, options: DatasetConfig) -> list[InputFile]:

@@ -520,6 +520,12 @@ def _describe_weights(path: Path, names: set[str]) -> PathInfo | None:
     return _info_of_kind(path, KINDS["weights"], use) if weights else None
 
 
+def _describe_models(path: Path, names: set[str]) -> PathInfo | None:
+    if not all(_is_model_config(path / name / MODEL_CONFIG) for name in names):
+        return None
+    return _describe_collection(path, "models", sorted(names))
+
+
 def _is_weights(name: str) -> bool:
     kind = BY_NAME.get(name) or BY_NAME.get(os.path.splitext(name)[1])
     return kind is KINDS["model_file"]
@@ -569,11 +575,12 @@ def _describe_runs(path: Path, names: set[str]) -> PathInfo | None:
 
 
 def _describe_collection(path: Path, kind: str, names: list[str]) -> PathInfo | None:
-    """Describes a folder of runs, checkpoints or stores. names: the names of these in the folder."""
+    """Describes a folder of runs, checkpoints, models or stores. names: the names of these in the folder."""
     if not names:
         return None
     title = f"{KINDS[kind].title} ({_format_names(names)})"
-    newest_or_first = names[-1] if kind == "checkpoints" else names[0]
+    is_by_step = kind in ("checkpoints", "models")
+    newest_or_first = names[-1] if is_by_step else names[0]
     return PathInfo(path, kind, title, f"name one, as in {path / newest_or_first}", tuple(names))
 
 
@@ -586,6 +593,7 @@ FOLDERS = [  # the kind of a folder is the first one that fits
     Kind("dcp", "a folder of torch.distributed.checkpoint", DCP, names=DCP_INDEX),
     Kind("model", "a model", MODEL, describe=_describe_model),
     Kind("weights", f"weights without {MODEL_CONFIG}", describe=_describe_weights),
+    Kind("models", "a folder of models", describe=_describe_models),
     Kind("tokenizer", "a tokenizer", TOKENIZE, names=" ".join(TOKENIZER_FILES[:3])),
     Kind(
         "saved", "a folder that the library datasets saved", IMPORT, "", SAVED_MARKS, content="rows"
@@ -631,7 +639,7 @@ class LeftOut(defaultdict[str, list[str]]):
     def lines(self) -> list[str]:
         """Returns a line for each reason, with the number of paths and the first one."""
         return [
-            f"left out: {len(paths):,} {reason}: {ascii(paths[0])[1:-1]}{', ...' * (len(paths) > 1)}"
+            f"left out: {len({*paths}):,} {reason}: {ascii(paths[0])[1:-1]}{', ...' * (len({*paths}) > 1)}"
             for reason, paths in self.items()
             if paths
         ]
@@ -654,14 +662,22 @@ class SavedFolder:
 
 
 def files_below(place: Path, left_out: LeftOut) -> Iterator[Path]:
-    """Yields the file at `place`, or all files in the folder at `place` and its subfolders, sorted.
+    """Yields the file at `place`, or all files in the folder at `place` and its subfolders, sorted. Adds to `left_out` what is
+    skipped. Raises UserError for a folder that can't be listed."""
+    if not is_folder(place):
+        yield place
+        return
+    for folder, names in folders_below(place, left_out):
+        for name in _select_data_files(folder, names, left_out):
+            yield folder / name
+
+
+def folders_below(place: Path, left_out: LeftOut) -> Iterator[tuple[Path, list[str]]]:
+    """Yields the folder at `place` and its subfolders, sorted, each with the names of its files.
 
     Links are followed, but each folder is read only once. Hidden files and this program's own folders are added to `left_out`.
     Raises UserError for a folder that can't be listed.
     """
-    if not is_folder(place):
-        yield place
-        return
     seen = set()
     remaining = [place]
     while remaining:
@@ -681,9 +697,7 @@ def files_below(place: Path, left_out: LeftOut) -> Iterator[Path]:
         left_out[HIDDEN] += [str(folder / name) for name in names if name.startswith(".")]
         shown = [name for name in names if not name.startswith(".")]
         remaining += [folder / name for name in reversed(shown) if entries[name]]
-        files = [name for name in shown if not entries[name]]
-        for name in _select_data_files(folder, files, left_out):
-            yield folder / name
+        yield folder, [name for name in shown if not entries[name]]
 
 
 def _is_ours(folder: Path, names: set[str]) -> bool:

@@ -17,7 +17,7 @@ from mamba_fsdp.data.tokenizer import TextTokenizer
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing.kinds import CLEAN, DATASET, LeftOut
 from mamba_fsdp.importing.progress import PartState, write_settings
-from mamba_fsdp.importing.reading import LINE_ENDS, MARKS, SKIPPED
+from mamba_fsdp.importing.reading import LINE_ENDS, SKIPPED
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.retry import delete, list_names, make_folder, move
 from mamba_fsdp.storage.typed_json import FileName
@@ -113,8 +113,6 @@ def _report(left_out: LeftOut, counts: Counter[str], faults: list[str]) -> None:
     kept = [f"{counts[reason]:,} {reason}" for reason in (DUPLICATES, LINE_ENDS) if counts[reason]]
     if kept:
         print(f"kept as they are: {', '.join(kept)}; {CLEAN}")
-    if counts[MARKS]:
-        print(f"removed: {counts[MARKS]:,} {MARKS}")
 
 
 def _count_duplicates(stores: list[TokenStore]) -> int:

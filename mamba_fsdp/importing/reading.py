@@ -22,7 +22,6 @@ TABLES = ("parquet", "arrow")
 # Keys of DocumentBatch.counts.
 SKIPPED = "records that can't be read"
 LINE_ENDS = "line ends in CRLF"
-MARKS = "byte order marks"
 
 
 class UnreadableFile(UserError):
@@ -49,7 +48,7 @@ class DocumentBatch:
     store: str
     documents: list[Document] = field(default_factory=list)
     size: int = 0  # the number of characters or tokens in them
-    counts: Counter[str] = field(default_factory=Counter)  # {SKIPPED, LINE_ENDS or MARKS: count}
+    counts: Counter[str] = field(default_factory=Counter)  # {SKIPPED or LINE_ENDS: count}
     fault: str = ""  # the problem of the first record that was skipped
 
 
@@ -95,7 +94,6 @@ def read_batches(
             batch = DocumentBatch(start, file.store)
         is_in_share = documents % share.stride == share.first
         if is_in_share:
-            batch.counts[MARKS] += file.has_mark and row == 1
             _add_document(batch, document, file)
         if isinstance(document, Document):
             documents += document.ends

@@ -55,7 +55,6 @@ class Codec:
     def __init__(self, name: str, head: bytes, encoding: str) -> None:
         """name: path of the file. head: its first bytes. encoding: the user's encoding, or "" if it is not set."""
         marks = [mark for mark in MARKS if head.startswith(mark)]
-        self.has_mark = bool(marks)
         self.encoding = MARKS[marks[0]] if marks else "utf-8"
         self.errors = "strict"
         if encoding and not marks:
@@ -98,7 +97,6 @@ class _ByteStream(io.RawIOBase):
         head = peek_head(self.stream)
         check_head(file.kind, head)
         self.codec = Codec(file.name, head, encoding)
-        file.has_mark = self.codec.has_mark
 
     def readable(self) -> bool:
         return True

@@ -1,6 +1,6 @@
 """Generates text with a trained model, and yields each piece as soon as it is generated."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +9,9 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import setting
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mamba_fsdp.data.tokenizer import TextTokenizer
     from mamba_fsdp.inference.loading import Loaded
 
 
@@ -43,7 +46,6 @@ def generate(model: "Loaded | str | Path", options: GenerationConfig) -> Iterato
     and for a model without a tokenizer.
     """
     import torch
-    from tokenizers.decoders import DecodeStream
 
     from mamba_fsdp.data.tokenizer import load_for_prompts
     from mamba_fsdp.inference import decoding
@@ -67,6 +69,14 @@ def generate(model: "Loaded | str | Path", options: GenerationConfig) -> Iterato
         top_p=options.top_p,
         generator=torch.Generator(device=device).manual_seed(options.seed),
     )
+    return _decoded(steps, tokenizer)
+
+
+def _decoded(steps: Iterable["Tensor"], tokenizer: "TextTokenizer") -> Iterator[str]:
+    """Yields the text of each token until the model ends the document. `generate` itself is not a generator, so that its
+    errors are raised when it is called."""
+    from tokenizers.decoders import DecodeStream
+
     stream = DecodeStream(skip_special_tokens=False)
     for step in steps:
         token = int(step)

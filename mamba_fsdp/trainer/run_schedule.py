@@ -1,12 +1,13 @@
 """Converts the durations in the settings to steps: the length of the run, and when validations and checkpoints are
 due."""
 
+import datetime
 import math
 from dataclasses import dataclass
 
 from mamba_fsdp.checkpoint.saved_run import TrainState
 from mamba_fsdp.data.sampler import Sampler
-from mamba_fsdp.errors import UserError
+from mamba_fsdp.errors import UserError, command
 from mamba_fsdp.fields import Duration
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.reporting.console import PrintLine
@@ -95,6 +96,14 @@ def schedule_run(
         checkpoint_steps=settings.checkpoint.checkpoint_interval.steps(tokens_per_step),
         lr=make_schedule(settings, state, length, tokens_per_step, print_line),
     )
+
+
+def expected_time(state: TrainState, total_steps: int) -> str:
+    """Returns the expected time of the remaining steps. It is only known for a run that has taken steps."""
+    if not state.step_seconds:
+        return f"unknown before the first step; {command('plan')} estimates it for GPUs"
+    seconds = state.step_seconds / state.step * max(0, total_steps - state.step)
+    return f"{datetime.timedelta(seconds=int(seconds))} for the remaining steps, at the mean speed of the first {state.step:,}"
 
 
 def print_length(

@@ -31,7 +31,13 @@ from mamba_fsdp.run.names import SETTINGS
 from mamba_fsdp.run.records import read_events, was_validated
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.trainer.run_schedule import RunSchedule, print_length, run_length, schedule_run
+from mamba_fsdp.trainer.run_schedule import (
+    RunSchedule,
+    expected_time,
+    print_length,
+    run_length,
+    schedule_run,
+)
 
 SAMPLE_LENGTH = 50  # number of tokens generated for each prompt of eval_prompts
 PASSES_TO_WARN_ABOUT = 16  # a step with at least this many forward passes gets a warning
@@ -296,6 +302,7 @@ def plan_steps(
     global_batch = split_step(settings, 0, ranks).global_batch
     schedule = schedule_run(settings, global_batch, state, length, len(data.validation), print_line)
     print_length(settings, schedule, sampler.epoch_windows, print_line)
+    print_line(f"time       {expected_time(state, schedule.total_steps)}")
     print_passes(settings, global_batch, ranks, print_line)
     if settings.training.eval_prompts and not schedule.eval_steps:
         raise UserError("eval_prompts: the run has no validation data; set validation_path")

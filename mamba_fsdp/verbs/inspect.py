@@ -159,7 +159,8 @@ def _show_settings(run: Path) -> None:
         )
         print_field("model", describe_model(settings.model))
         print_field("data", settings.data.dataset_path)
-        print_field("to continue", f"{command('train')} --config={run / SETTINGS}")
+        more = " --num_steps=MORE" if read_status(run).get("status") == "finished" else ""
+        print_field("to continue", f"{command('train')} --config={run / SETTINGS}{more}")
 
 
 def _format_status(run: Path) -> str:

@@ -22,11 +22,16 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.reporting.console import ignore_output_errors
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.settings.help import Page
+from mamba_fsdp.storage.retry import is_file
 
 COMMON = "tokenizer validation_fraction splits documents text_column config overwrite".split()
 
 
-def main(input: str = "builtin", out: str = "", *, options: DatasetConfig) -> None:
+def main(input: str = "builtin", out: str = "", *others: str, options: DatasetConfig) -> None:
+    if others or is_file(out):
+        raise UserError(
+            f"{out}: OUT is a folder for the stores; if INPUT is a glob, quote it: 'texts/*.txt'"
+        )
     ignore_output_errors()
     try:
         tokenize(input, out, options=options)

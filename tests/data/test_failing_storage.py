@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from mamba_fsdp.errors import StorageError
-from mamba_fsdp.importing import make_dataset
-from mamba_fsdp.importing.kinds import LeftOut, content_kind, files_below
+from mamba_fsdp.importing import make_dataset, token_files
+from mamba_fsdp.importing.inputs import InputFile
+from mamba_fsdp.importing.kinds import LeftOut, content_kind, files_below, reader_of
+from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage import retry
 from tests.support.corpora import content, make_texts, write_records
 from tests.support.disk import Disk
+from tests.support.others_tokens import write_layout
 
 pytestmark = pytest.mark.torch22
 
@@ -110,6 +113,29 @@ def test_reads_and_flushes_that_fail_are_repeated(folder, sources, prepare, monk
     assert prepare(sources["words"], folder / "out", **OPTIONS["words"])
     assert content(folder / "out") == content(folder / "well")
     assert min(calls.values()) > 5
+
+
+@pytest.mark.parametrize("name", ["a.npy", "b.bin", "layout/c.npy"])
+def test_token_files_that_become_shorter_are_refused(folder, prepare, monkeypatch, name):
+    """They are not mapped into memory: the page of a mapped file that can't be read would end the process by SIGBUS."""
+    monkeypatch.setattr(token_files, "WINDOW", 100)
+    ids = np.arange(1, 20_000, dtype=np.uint16)
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    if name == "a.npy":
+        np.save(path, ids)
+    elif name == "b.bin":
+        ids.tofile(path)
+    else:
+        write_layout(path, [ids])
+    kinds = {"layout/c.npy": "datalayout"}
+    file = InputFile(str(path), kinds.get(name, "ids"))
+    options = DatasetConfig(**OPTIONS["ids"])
+    documents = reader_of(file.kind)(file, options)
+    assert next(documents).content.tolist() == ids[:100].tolist()
+    os.truncate(path, 20_000)
+    with pytest.raises(ValueError, match="it became shorter while it was read"):
+        list(documents)
 
 
 def test_a_file_that_storage_fails_to_read_is_not_left_out(folder, monkeypatch, prepare):

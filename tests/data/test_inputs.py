@@ -1,5 +1,6 @@
 """The files of an input and their splits. Training reads only its own split, and `inspect` shows the same files."""
 
+import errno
 import os
 from itertools import product
 
@@ -34,6 +35,34 @@ def test_a_folder_is_walked_including_links_and_odd_names(tmp_path, capsys):
     assert "left out: 2 of an unknown format: " in told and "logo.bin, ..." in told
     assert "left out: 1 named twice or linked to another: /" in told
     assert "unknown" in read_input(root, format="text")
+
+
+def test_a_glob_finds_each_file_once_and_reports_folders_that_cannot_be_read(tmp_path, monkeypatch):
+    root = tmp_path / "in"
+    secret = root / "a" / "secret"
+    secret.mkdir(parents=True)
+    (root / ".hidden").mkdir()
+    for place in (root / "1.txt", root / "a/2.txt", secret / "3.txt", root / ".hidden/4.txt"):
+        place.write_text(place.stem)
+    (secret / "back").symlink_to(root)
+
+    assert read_input(root / "*.txt") == ["1"]
+    assert read_input(root / "[a-b]/*.txt") == ["2"]
+    assert read_input(root / "**/*.txt") == ["1", "2", "3"]
+    assert read_input(root / "**/.hid*/*.txt") == ["4"]
+
+    scandir = os.scandir
+
+    def without_permission(folder):
+        if str(folder).endswith("secret"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", without_permission)
+    for pattern in ("a/*/*.txt", "**/*.txt", "*"):
+        with pytest.raises((UserError, OSError), match="in/a/secret"):
+            read_input(root / pattern)
+    assert read_input(root / "*.txt") == ["1"]
 
 
 def test_the_card_of_a_dataset_is_not_imported(tmp_path, capsys):

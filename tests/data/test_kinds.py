@@ -21,6 +21,7 @@ RUN = {"runs/a/status.json": "{}", "runs/a/config.yaml": "", "runs/a/metrics.jso
 RUN |= {f"runs/a/checkpoints/step_0000000{step}/COMMIT": "" for step in (4, 6)}
 RUN |= {
     "runs/a/pth/step_00000006/consolidated.00.pth": "",
+    "runs/a/pth/step_00000006/config.json": MODEL,
     "runs/b/status.json": "{}",
     "runs/b/config.yaml": "",
 }
@@ -62,6 +63,7 @@ PLACES = {  # path: (its kind, part of its description)
     "runs/a/config.yaml": ("part", "a file of the run in runs/a; name runs/a"),
     "runs/a/checkpoints/step_00000006/COMMIT": ("part", "a file of the checkpoint in runs/a/"),
     "runs/a/pth/step_00000006/consolidated.00.pth": ("model_file", "--init_from=runs/a/pth"),
+    "runs/a/pth": ("models", "name one, as in runs/a/pth/step_00000006"),
     "run": ("nothing", "did you mean runs?"),
     "data/mine": ("stores", "training reads it: --dataset_path=data/mine; else name one"),
     "data/mine/train": ("store", "--dataset_path=data/mine/train"),

@@ -83,6 +83,8 @@ MISTAKES = {  # arguments of the command: part of the message
     "./loop out": "error: ./loop: there is no such file or folder; it is a link to loop",
     "a/b/c out": "error: a/b/c: there is no such file or folder",
     "'' out": "error: : there is no such file or folder",
+    "texts bad.txt out": "error: bad.txt: OUT is a folder for the stores; if INPUT is a glob, quote it",
+    "texts bad.txt": "error: bad.txt: OUT is a folder for the stores; if INPUT is a glob, quote it",
     "astray out": "astray/a.txt: can't be read as text: No such file or directory",
     "pipe out": "pipe/a.txt: this is a pipe or a device",
     "empty out": "empty: an empty folder",

@@ -59,7 +59,7 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
     said = train(tmp_path / "run", dry_run=True)
     assert not (tmp_path / "run").exists()
     words = re.findall(r"^\w+", said, flags=re.MULTILINE)
-    assert words == ["run", "training", "model", "kernels", "memory", "data", "steps"]
+    assert words == ["run", "training", "model", "kernels", "memory", "data", "steps", "time"]
     for line in (
         f"run        {tmp_path}/run",
         "training   muon, learning rate 0.01 .cosine., recipe tuned, seed \\d+",
@@ -69,6 +69,7 @@ def test_a_dry_run_says_what_is_coming_and_writes_nothing(train, tmp_path):
         "activations .*",
         "data       .*/train .* validation: .*/validation",
         "steps      6 of 2 x 32 = 64 tokens; 2.. MFLOP each, 1... MFLOP in all",
+        "time       unknown before the first step; .*mamba-fsdp plan estimates it for GPUs",
     ):
         assert re.search(f"^{line}$", said, re.MULTILINE), (line, said)
 
@@ -110,6 +111,8 @@ def test_a_dry_run_finds_the_start_of_the_run_and_changes_nothing(train, tmp_pat
     newest = run / "checkpoints/step_00000002"
     said = train(run, dry_run=True, learning_rate=0.001)
     assert f"resumes    from {newest}" in said
+    speed = "0:00:.. for the remaining steps, at the mean speed of the first 2"
+    assert re.search(f"^time       {speed}$", said, re.MULTILINE)
     assert "changed since the last start: learning_rate=0.001 (before 0.01)" in said
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     with pytest.raises(UserError, match="d_model=32 .there 16.; leave out what differs"):

@@ -136,10 +136,12 @@ def test_a_program_may_end_with_its_batches_half_read(project, tmp_path):
     assert (ended.stdout, ended.stderr) == ("1\n", "")
 
 
-def test_the_traceback_of_a_mistake_ends_at_the_line_of_the_user():
+@pytest.mark.parametrize("name", ["load", "generate", "batches", "export ."])
+def test_the_traceback_of_a_mistake_ends_at_the_line_of_the_user(name):
     """The traceback has only the frame of the caller and the frame that raises, because a notebook would show all internal ones."""
+    function, *others = name.split()
     with pytest.raises(UserError) as told:
-        mamba_fsdp.load("/nowhere/model")
+        getattr(mamba_fsdp, function)("/nowhere/model", *others)
     assert len(told.traceback) == 2
     assert told.value.__cause__ is None and told.value.__suppress_context__
 
