@@ -19,7 +19,7 @@ MAX_TOKENS = {
     "interop": 12_378,
     "launch": 23_510,
     "model": 11_173,
-    "ops": 36_878,
+    "ops": 36_868,
     "parallel": 7_060,
     "planning": 7_012,
     "reporting": 3_956,

@@ -116,8 +116,8 @@ class _Scan:
         self.shared["ends"] = ends
         self.shared["totals"] = self.floats(self.batch, self.segments, self.channels)
         if self.segments > 1:
-            unused = dict.fromkeys(("state", "out", "entries", "last"), ends)
-            self.sweep(self.segments - 1, u, **unused, LOCAL=True, REVERSE=reverse, KEEP=False)
+            absent = dict.fromkeys(("state", "out", "entries", "last"))
+            self.sweep(self.segments - 1, u, **absent, LOCAL=True, REVERSE=reverse)
 
 
 def scan_forward(
@@ -137,11 +137,10 @@ def scan_forward(
             scan.u,
             state=_state(state),
             out=out,
-            entries=entries,
+            entries=entries if keep else None,
             last=last,
             LOCAL=False,
             REVERSE=False,
-            KEEP=keep,
         )
     return out, last.mT, entries
 

@@ -126,9 +126,8 @@ def _read(tensor, row, inside):
 
 
 @triton.jit
-def _through_tile(h, total, y, step, x, bc0, bc1, bc2, bc3, A, LOCAL, REVERSE):
-    """Returns the state after a tile's positions (before them, if REVERSE), the sum of all steps, and y plus the
-    states' part."""
+def _through_tile(h, y, step, x, bc0, bc1, bc2, bc3, A, LOCAL, REVERSE):
+    """Returns the state after a tile's positions (before them, if REVERSE), and y plus the states' part."""
     two = tl.arange(0, 2)[None, :]
     four = tl.arange(0, 4)[:, None]
     for j in tl.static_range(4):
@@ -142,18 +141,15 @@ def _through_tile(h, total, y, step, x, bc0, bc1, bc2, bc3, A, LOCAL, REVERSE):
             h = decay * (h + x_now * c)
         else:
             h = decay * h + x_now * _picked(bc, two == 0, 1)
-        if LOCAL:
-            total += now
-        else:
+        if not LOCAL:
             y += tl.where(four == i, tl.sum(h * c, axis=0)[None, :], 0.0)
-    return h, total, y
+    return h, y
 
 
 @triton.jit  # helpers would need all of its state as arguments
 def _through_chunk(  # noqa: PLR0915
     h,
-    total,
-    sum_D,
+    sums,
     tile,
     tiles,
     A,
@@ -162,58 +158,38 @@ def _through_chunk(  # noqa: PLR0915
     u,
     dt,
     z,
+    z_row,
     BC,
     starts,
     out,
     grad_out,
     grad_z,
-    scratch,
-    entries,
-    z_row,
     grad_z_row,
+    scratch,
     length,
     channels,
-    states,
-    LOCAL,
     REVERSE,
-    KEEP,
-    BACK,
-    A_IS_LOG,
     EVEN,
     N,
     CHANNELS,
 ):
-    """Returns the state h after `tiles` tiles from `tile` on (REVERSE: backward from it). Unless LOCAL, writes y to
-    `out`. Pointers are to the row, `entries` is to the chunk.
+    """Returns the state after `tiles` tiles, beginning with tile number `tile` and the state h, and `sums`. REVERSE:
+    goes backward. A, D and bias are values, (N or 1, CHANNELS); the pointers are to the row. y is written to `out`.
 
-    KEEP: h is stored as the chunk's entry. BACK: h is loaded from the entry; `scratch`, (CHUNK / 4 + 1, N + 4,
-    CHANNELS), gets the state before each tile and the tile's four deltas, then the last state; the gradient of z is
-    written.
+    Without `out`, the steps are added to `sums`, (4, CHANNELS). With `scratch`, (tiles + 1, N + 4, CHANNELS), the state
+    before each tile and the tile's deltas are written to it, then the last state; also the gradient of z is written,
+    and the gradient of D is added to `sums`.
     """
     n = tl.arange(0, N)[:, None]
     four = tl.arange(0, 4)[:, None]
     channel = _alone(CHANNELS)
     here = (channel < channels) | EVEN
-    both = ((n < states) | EVEN) & here
-    corner = n * channels + channel
-    A = _rates(A, n, channel, states, both, A_IS_LOG)
-    D = _load(D + channel, here)
-    bias = _load(bias + channel, here)
-    entries += corner
-    if KEEP:
-        tl.store(entries, h, mask=both)
-    if BACK:
-        h = _load(entries, both)
-        scratch += tl.multiple_of(tl.arange(0, CHANNELS)[None, :], (1, 1))
     t = tile * 4
     at = t.to(tl.int64)
     place = at * channels + channel
     u = u + place
     dt = dt + place
-    out = out + place
-    grad_out = grad_out + place
     z = z + at * z_row + channel
-    grad_z = grad_z + at * grad_z_row + channel
     BC = BC + t * (2 * N) + n + tl.arange(0, 2)[None, :] * N
     inside = _inside(here, t + four, length, EVEN)
     bc0, bc1, bc2, bc3 = _read_BC(BC, N)
@@ -224,7 +200,13 @@ def _through_chunk(  # noqa: PLR0915
     dt_now = _read(dt, channels, inside)
     z_now = _read(z, z_row, inside)
     u_now = _read(u, channels, inside)
-    grad = _read(grad_out, channels, inside)
+    if out is not None:
+        out = out + place
+    if scratch is not None:
+        scratch += tl.multiple_of(tl.arange(0, CHANNELS)[None, :], (1, 1))
+        grad_out = grad_out + place
+        grad_z = grad_z + at * grad_z_row + channel
+        grad = _read(grad_out, channels, inside)
     for k in range(0, tiles):
         # The next tile is read before this one is computed; the last tile is read twice.
         ahead = tl.where(k + 1 < tiles, -4 if REVERSE else 4, 0)
@@ -241,30 +223,32 @@ def _through_chunk(  # noqa: PLR0915
         dt_next = _read(dt, channels, inside_next)
         z_next = _read(z, z_row, inside_next)
         u_next = _read(u, channels, inside_next)
-        grad_out += ahead * channels
-        grad_next = _read(grad_out, channels, inside_next)
+        if scratch is not None:
+            grad_out += ahead * channels
+            grad_next = _read(grad_out, channels, inside_next)
 
         delta, step = _steps(dt_now, bias, is_start, inside, EVEN)
         value = u_now.to(tl.float32)
         gate = z_now.to(tl.float32)
         opened = _sigmoid(gate)
-        if BACK:
+        if scratch is not None:
             tl.store(scratch + n * CHANNELS, h)
             tl.store(scratch + (N + four) * CHANNELS, delta)
             scratch += (N + 4) * CHANNELS
         x = value * gate * opened if REVERSE else delta * value
-        h, total, y = _through_tile(
-            h, total, D * value, step, x, bc0, bc1, bc2, bc3, A, LOCAL, REVERSE
-        )
-        if not LOCAL:
+        h, y = _through_tile(h, D * value, step, x, bc0, bc1, bc2, bc3, A, out is None, REVERSE)
+        if out is None:
+            sums += step
+        else:
             tl.store(out + four * channels, y * gate * opened, mask=inside)
             out += 4 * channels
-        if BACK:
+        if scratch is not None:
             of_gate = grad.to(tl.float32) * opened
-            sum_D += of_gate * gate * value
+            sums += of_gate * gate * value
             of_gate *= y * (1.0 + gate * (1.0 - opened))
             tl.store(grad_z + four * grad_z_row, of_gate, mask=inside)
             grad_z += 4 * grad_z_row
+            grad = grad_next
         inside = inside_next
         bc0 = bc0_next
         bc1 = bc1_next
@@ -275,10 +259,9 @@ def _through_chunk(  # noqa: PLR0915
         dt_now = dt_next
         z_now = z_next
         u_now = u_next
-        grad = grad_next
-    if BACK:
+    if scratch is not None:
         tl.store(scratch + n * CHANNELS, h)
-    return h, total, sum_D
+    return h, sums
 
 
 @triton.jit
@@ -315,17 +298,16 @@ def sweep(
     LOCAL: tl.constexpr,
     REVERSE: tl.constexpr,
     CUT: tl.constexpr,
-    KEEP: tl.constexpr,
     A_IS_LOG: tl.constexpr,
     EVEN: tl.constexpr,
     N: tl.constexpr,
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Writes y, the state at each chunk's entry, and the last state.
+    """Writes y, the last state and, unless `entries` is None, the state at each chunk's entry.
 
     LOCAL: instead, for each segment but the last, writes the state at its end, started from zeros, and the sum of its
-    steps. LOCAL and REVERSE: for each segment but the first, the adjoint at its start, from zeros at its end; u is then
+    steps; out, entries and last are None. LOCAL and REVERSE: for each segment but the first, the adjoint at its start, from zeros at its end; u is then
     the gradient of y.
     """
     row = tl.program_id(2).to(tl.int64)
@@ -346,20 +328,21 @@ def sweep(
     first = row * length * channels
     u += first
     dt += first
-    out += first
     z += row * length * z_row
     BC += row * row_tiles * (8 * N)
     if starts is not None:
         starts += row * row_tiles * 4
+    if out is not None:
+        out += first
+    rates = _rates(A, n, channel, states, both, A_IS_LOG)
     h = tl.zeros((N, CHANNELS), tl.float32)
-    total = tl.zeros((1, CHANNELS), tl.float32)
-    if state is not None and not LOCAL:
+    sums = tl.zeros((4, CHANNELS), tl.float32)
+    if state is not None:
         h += _load(state + row * slab + corner, both)
     if CUT and not LOCAL:
         totals_row = totals + row * segments * channels + channel
         ends_row = ends + row * segments * slab + corner
-        decay = _rates(A, n, channel, states, both, A_IS_LOG)
-        h = _entering(h, ends_row, totals_row, decay, slab, channels, 0, 1, segment, both, here)
+        h = _entering(h, ends_row, totals_row, rates, slab, channels, 0, 1, segment, both, here)
     chunks = tl.cdiv(length, CHUNK)
     chunk = segment * segment_chunks
     count = tl.minimum(segment_chunks, chunks - chunk)
@@ -367,42 +350,37 @@ def sweep(
         of = chunk + (count - 1 - k if REVERSE else k)
         tile = of * (CHUNK // 4)
         tiles = tl.minimum(CHUNK // 4, row_tiles - tile)
-        h, total, _ = _through_chunk(
+        if entries is not None:
+            tl.store(entries + (row * chunks + of) * slab + corner, h, mask=both)
+        h, sums = _through_chunk(
             h,
-            total,
-            total,
+            sums,
             tile + tiles - 1 if REVERSE else tile,
             tiles,
-            A,
-            D,
-            bias,
+            rates,
+            _load(D + channel, here),
+            _load(bias + channel, here),
             u,
             dt,
             z,
+            z_row,
             BC,
             starts,
             out,
-            u,
-            out,
-            u,
-            entries + (row * chunks + of) * slab,
-            z_row,
-            z_row,
+            None,
+            None,
+            None,
+            None,
             length,
             channels,
-            states,
-            LOCAL,
             REVERSE,
-            KEEP,
-            False,
-            A_IS_LOG,
             EVEN,
             N,
             CHANNELS,
         )
     if LOCAL:
         tl.store(ends + place * slab + corner, h, mask=both)
-        tl.store(totals + place * channels + channel, total, mask=here)
+        tl.store(totals + place * channels + channel, tl.sum(sums, axis=0)[None, :], mask=here)
     elif segment == segments - 1:
         tl.store(last + row * slab + corner, h, mask=both)
 
@@ -419,15 +397,12 @@ def _position(
     deltas,
     BC,
     starts,
-    length,
-    here,
-    EVEN,
+    inside,
     N,
     CHANNELS,
 ):
     """Returns delta, the step, u, delta * u, the gradient of y, B and C of position t + i. `starts` is of the row; the
     other pointers are to position t."""
-    inside = _inside(here, t + i, length, EVEN)
     delta = tl.load(deltas + i * CHANNELS)
     value = _load(u + i * channels, inside)
     gate = _load(z + i * z_row, inside)
@@ -442,7 +417,6 @@ def _position(
 @triton.jit
 def _back(
     i,
-    t,
     g,
     sum_A,
     sum_bias,
@@ -461,15 +435,12 @@ def _back(
     grad_u,
     grad_dt,
     grad_BC,
-    length,
     channels,
-    here,
-    EVEN,
+    inside,
     N,
 ):
-    """Returns the adjoint g of the state before position t + i, and both sums with this position added. The g that it
-    gets is of the state after t + i, without the part from y at t + i."""
-    inside = _inside(here, t + i, length, EVEN)
+    """Returns the adjoint g of the state before a tile's position i, and both sums with this position added. The g that it
+    gets is of the state after it, without the part from y at this position."""
     grad_BC += i * 2 * N
     g += grad_y[None, :] * c[:, None]
     tl.store(grad_BC + N, tl.sum(after * grad_y[None, :], axis=1))
@@ -574,35 +545,36 @@ def backward(  # noqa: PLR0915
     for i in range(1, end - segment * segment_chunks + 1):
         tile = (end - i) * (CHUNK // 4)
         tiles = tl.minimum(CHUNK // 4, row_tiles - tile)
-        _, _, sum_D = _through_chunk(
-            tl.zeros((N, CHANNELS), tl.float32),
-            sum_bias,
+        alone = _alone(CHANNELS)
+        here_alone = (alone < channels) | EVEN
+        both_alone = ((n[:, None] < states) | EVEN) & here_alone
+        rates_alone = _rates(A, n[:, None], alone, states, both_alone, A_IS_LOG)
+        D_alone = _load(D + alone, here_alone)
+        bias_alone = _load(bias + alone, here_alone)
+        entry = entries + (row * chunks + end - i) * slab + (n[:, None] * channels + alone)
+        h = _load(entry, both_alone)
+        _, sum_D = _through_chunk(
+            h,
             sum_D,
             tile,
             tiles,
-            A,
-            D,
-            bias,
+            rates_alone,
+            D_alone,
+            bias_alone,
             u,
             dt,
             z,
+            z_row,
             BC,
             starts,
             out,
             grad_out,
             grad_z,
-            scratch,
-            entries + (row * chunks + end - i) * slab,
-            z_row,
             grad_z_row,
+            scratch,
             length,
             channels,
-            states,
             False,
-            False,
-            False,
-            True,
-            A_IS_LOG,
             EVEN,
             N,
             CHANNELS,
@@ -621,6 +593,10 @@ def backward(  # noqa: PLR0915
             grad_t = grad_out + at * channels + channel
             z_t = z + at * z_row + channel
             BC_t = BC + at * (2 * N) + n
+            inside0 = _inside(here, t, length, EVEN)
+            inside1 = _inside(here, t + 1, length, EVEN)
+            inside2 = _inside(here, t + 2, length, EVEN)
+            inside3 = _inside(here, t + 3, length, EVEN)
             delta0, step0, u0, x0, grad0, b0, c0 = _position(
                 0,
                 t,
@@ -632,9 +608,7 @@ def backward(  # noqa: PLR0915
                 deltas,
                 BC_t,
                 starts,
-                length,
-                here,
-                EVEN,
+                inside0,
                 N,
                 CHANNELS,
             )
@@ -649,9 +623,7 @@ def backward(  # noqa: PLR0915
                 deltas,
                 BC_t,
                 starts,
-                length,
-                here,
-                EVEN,
+                inside1,
                 N,
                 CHANNELS,
             )
@@ -666,9 +638,7 @@ def backward(  # noqa: PLR0915
                 deltas,
                 BC_t,
                 starts,
-                length,
-                here,
-                EVEN,
+                inside2,
                 N,
                 CHANNELS,
             )
@@ -683,9 +653,7 @@ def backward(  # noqa: PLR0915
                 deltas,
                 BC_t,
                 starts,
-                length,
-                here,
-                EVEN,
+                inside3,
                 N,
                 CHANNELS,
             )
@@ -701,7 +669,6 @@ def backward(  # noqa: PLR0915
             h3 = decay2 * h2 + x2[None, :] * b2[:, None]
             g, sum_A, sum_bias = _back(
                 3,
-                t,
                 g,
                 sum_A,
                 sum_bias,
@@ -720,15 +687,12 @@ def backward(  # noqa: PLR0915
                 grad_u_t,
                 grad_dt_t,
                 grad_BC_t,
-                length,
                 channels,
-                here,
-                EVEN,
+                inside3,
                 N,
             )
             g, sum_A, sum_bias = _back(
                 2,
-                t,
                 g,
                 sum_A,
                 sum_bias,
@@ -747,15 +711,12 @@ def backward(  # noqa: PLR0915
                 grad_u_t,
                 grad_dt_t,
                 grad_BC_t,
-                length,
                 channels,
-                here,
-                EVEN,
+                inside2,
                 N,
             )
             g, sum_A, sum_bias = _back(
                 1,
-                t,
                 g,
                 sum_A,
                 sum_bias,
@@ -774,15 +735,12 @@ def backward(  # noqa: PLR0915
                 grad_u_t,
                 grad_dt_t,
                 grad_BC_t,
-                length,
                 channels,
-                here,
-                EVEN,
+                inside1,
                 N,
             )
             g, sum_A, sum_bias = _back(
                 0,
-                t,
                 g,
                 sum_A,
                 sum_bias,
@@ -801,10 +759,8 @@ def backward(  # noqa: PLR0915
                 grad_u_t,
                 grad_dt_t,
                 grad_BC_t,
-                length,
                 channels,
-                here,
-                EVEN,
+                inside0,
                 N,
             )
             after = h0
