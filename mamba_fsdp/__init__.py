@@ -1,22 +1,22 @@
-"""Pretrains Mamba language models with FSDP. README.md says how to use it, docs/architecture.md what
-lies where.
+"""Pretrains Mamba language models with FSDP. README.md explains how to use this package, and docs/architecture.md
+describes its modules.
 
-From Python: `tokenize` text, `train` a model or `load` one, let it `generate`, `evaluate` it, `export` it, `inspect` any
-of these files, `report` on runs, read training `batches`; README.md shows them. A mistake in the arguments is a
-mamba_fsdp.errors.UserError.
+The Python interface consists of nine functions. `tokenize` converts text, `train` trains a model, and `load` loads one.
+`generate`, `evaluate` and `export` use a model. `inspect` describes a file or folder, `report` describes runs, and
+`batches` reads training data. README.md has examples. A mistake in the arguments raises mamba_fsdp.errors.UserError.
 """
 
 import os
 from importlib import import_module
 
-# How long a thread spins while it waits for the others of a step, before it sleeps: about a millisecond. Without spinning
-# a step on a CPU takes up to twice as long; longer spinning takes the cores from other programs
-# (measured at 947f88a). Torch reads it when it is imported, ranks inherit it, and the user's own choice stays.
+# How long an OpenMP thread spins while it waits for other threads, before it sleeps: about a millisecond. Without
+# spinning, a step on a CPU takes up to twice as long. Longer spinning takes the cores from other programs (measured at
+# 947f88a). Torch reads the variable when it is imported, and ranks inherit it. A value that the user has set is kept.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 __version__ = "1.0"
-PUBLIC = {  # name of a function: its module
+PUBLIC = {  # {name of a public function: its module}
     "tokenize": "verbs.tokenize",
     "train": "launch.in_process",
     "load": "inference.loading",
@@ -27,10 +27,11 @@ PUBLIC = {  # name of a function: its module
     "report": "verbs.report",
     "export": "verbs.export",
 }
-__all__ = [*PUBLIC]  # help() shows them
+__all__ = [*PUBLIC]  # help() lists these names
 
 
-def __getattr__(name: str) -> object:  # late: importing torch takes seconds
+def __getattr__(name: str) -> object:
+    """Imports a public function at its first use, because importing torch takes seconds."""
     if name not in PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     command_line = import_module(f"{__name__}.command_line")

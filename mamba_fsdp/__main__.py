@@ -1,4 +1,4 @@
-"""Runs the command mamba-fsdp: `python -m mamba_fsdp VERB ...` is the same. --help after a verb explains it."""
+"""Implements the command `mamba-fsdp VERB`, also available as `python -m mamba_fsdp VERB`, with a module for each verb."""
 
 import importlib
 import inspect
@@ -17,25 +17,26 @@ from mamba_fsdp.settings.help import Page, field_docs, help_query
 from mamba_fsdp.settings.train_config import SECTIONS
 from mamba_fsdp.text import suggest_name
 
-VERBS = {  # name: what it does. The module in mamba_fsdp/verbs has that name; import's is import_
-    "tokenize": "text in, token stores out: what training reads",
+# {verb: description}. Each verb has a module of the same name in mamba_fsdp/verbs. The module of `import` is import_.
+VERBS = {
+    "tokenize": "convert text to token stores, the input of training",
     "train": "train a model, or resume its training, on one device",
     "generate": "continue a text with a trained model",
-    "evaluate": "loss, perplexity and bits per byte of text; the tasks of lm-eval",
-    "inspect": "say what a run, a checkpoint, data or a weights file holds",
+    "evaluate": "measure loss, perplexity and bits per byte; run lm-eval tasks",
+    "inspect": "describe a run, a checkpoint, data or a file of weights",
     "checkpoints": "list a run's checkpoints, and verify them",
     "replay": "compute a run's steps again, and compare them bit for bit",
     "average": "write the mean of a run's checkpoints as a model",
     "export": "write a model for transformers, for mamba_ssm, or as a .pth file",
-    "import": "bring a transformers or state-spaces model to consolidated.00.pth",
+    "import": "convert a transformers or state-spaces model to a .pth file",
     "report": "show runs in one HTML file: curves, settings, restarts",
-    "plan": "say whether a training fits on machines, and how long it takes",
-    "preflight": "check a cluster's nodes before training (1.train.sbatch calls it)",
-    "doctor": "say what this machine has and whether it works",
+    "plan": "estimate the memory and the time of a training on given machines",
+    "preflight": "check the nodes of a job before training (1.train.sbatch calls it)",
+    "doctor": "check this machine: packages, GPUs, network, kernels",
 }
 
 
-ELSEWHERE = {  # what others call these, and what training is started with
+ELSEWHERE = {  # {name in other programs: verb}
     "sample": "generate",
     "eval": "evaluate",
     "convert": "import",
@@ -81,7 +82,7 @@ def overview() -> Page:
 
 
 def page_of(module: ModuleType) -> Page:
-    """Returns the help page of a verb. If it takes the settings of training too, --help=all has them."""
+    """Returns the help page of a verb. If the verb accepts the settings of a training, --help=all lists them too."""
     if hasattr(module, "page"):
         return module.page()
     options = command_line.options_class(module.main)

@@ -38,20 +38,15 @@ def run(
     if arguments is None:
         arguments = sys.argv[1:]
     code = None
+    topic = help_query(arguments)
     with errors_as_one_line():
         if "--version" in arguments:
             Console().print_line(f"mamba_fsdp {mamba_fsdp.__version__}")
-        elif not show_help(page, arguments):
+        elif topic is not None:
+            Console().print_line(page().text(topic))
+        else:
             code = call(verb, arguments)
     raise SystemExit(code or 0)
-
-
-def show_help(page: Callable[[], Page], arguments: Sequence[str]) -> bool:
-    """Prints help if the arguments ask for it, as with --help. Returns whether they do."""
-    topic = help_query(arguments)
-    if topic is not None:
-        Console().print_line(page().text(topic))
-    return topic is not None
 
 
 @contextlib.contextmanager
@@ -121,7 +116,7 @@ def python_function(function: Callable[..., Any], name: str) -> Callable[..., An
 
     lines = [inspect.getdoc(function) or ""]
     if options_class(function):
-        lines += [f"{leaf}: {text}" for leaf, text in field_docs(options_class(function)).items()]
+        lines += [f"{field}: {text}" for field, text in field_docs(options_class(function)).items()]
     checked.__doc__ = "\n".join(lines)
     checked.__signature__ = signature_with_options(function)  # type: ignore[attr-defined]
     return checked
@@ -139,17 +134,17 @@ def invoke(
 
     dashes: the prefix of an argument's name in messages, "--" or "". see: a hint in messages where arguments are
     documented. Raises UserError for too many, missing or unknown arguments, and for options with a wrong type, out of
-    bounds, or without effect. For an unknown argument, it suggests the nearest name.
+    bounds, or without effect. For an unknown argument, the message suggests the most similar name.
     """
     options = options_class(function)
-    leaves = {leaf.name: leaf for leaf in dataclasses.fields(options)} if options else {}
+    fields = {field.name: field for field in dataclasses.fields(options)} if options else {}
     signature = signature_with_options(function)
-    check_names(signature, leaves, named, dashes, see)
+    check_names(signature, fields, named, dashes, see)
     try:
         bound = signature.bind(*positional, **named)
     except TypeError as error:
         raise UserError(f"{error}; {see}") from None
-    given = {name: bound.arguments.pop(name) for name in leaves if name in bound.arguments}
+    given = {name: bound.arguments.pop(name) for name in fields if name in bound.arguments}
     for name, value in bound.arguments.items():
         parameter = signature.parameters[name]
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -163,15 +158,15 @@ def invoke(
 
 def check_names(
     signature: inspect.Signature,
-    leaves: Mapping[str, Any],
+    fields: Mapping[str, Any],
     named: Mapping[str, Any],
     dashes: str,
     see: str,
 ) -> None:
-    """Raises UserError for a name that is neither a parameter nor an option. It suggests the nearest name, or the name
-    of the option that other programs call so."""
+    """Raises UserError for a name that is neither a parameter nor an option. The message suggests the most similar name,
+    or the option that has this name in other programs."""
     elsewhere = {
-        word: name for name, leaf in leaves.items() for word in leaf.metadata["elsewhere"].split()
+        word: name for name, field in fields.items() for word in field.metadata["elsewhere"].split()
     }
     parameters = signature.parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -186,16 +181,16 @@ def check_names(
 def read_options(options: Any, given: Mapping[str, Any], dashes: str) -> Any:
     """Returns an instance of the dataclass `options` with the given values. Raises UserError for a value with a wrong
     type, out of bounds, or without effect together with the other values."""
-    leaves = {leaf.name: leaf for leaf in dataclasses.fields(options)}
+    fields = {field.name: field for field in dataclasses.fields(options)}
     values = {}
     for name, value in given.items():
         if value is not None:
             text = value if isinstance(value, (list, dict)) else format_value(value)
-            values[name] = read_field(f"{dashes}{name.rstrip('_')}", leaves[name], text)
+            values[name] = read_field(f"{dashes}{name.rstrip('_')}", fields[name], text)
     made = options(**values)
     for name, value in values.items():
-        if value != default(leaves[name]) and not has_effect(leaves[name], made):
-            raise UserError(f"{dashes}{ineffective_message(leaves[name], value)}; leave it out")
+        if value != default(fields[name]) and not has_effect(fields[name], made):
+            raise UserError(f"{dashes}{ineffective_message(fields[name], value)}; leave it out")
     return made
 
 
@@ -226,9 +221,11 @@ def signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
         if name != "options":
             parameters.append(parameter)
             continue
-        for leaf in dataclasses.fields(parameter.annotation):
-            field = parameter.replace(name=leaf.name, default=default(leaf), annotation=leaf.type)
-            parameters.append(field)
+        for field in dataclasses.fields(parameter.annotation):
+            option = parameter.replace(
+                name=field.name, default=default(field), annotation=field.type
+            )
+            parameters.append(option)
     return signature.replace(parameters=parameters)
 
 

@@ -72,8 +72,8 @@ def out_of_memory_message(error: BaseException, who: str) -> str:
     who: the name of the process. The message begins with it.
     """
     text = first_line(error)
-    of_torch = "out of memory|can't allocate memory|Storage size calculation overflowed"
-    is_full = isinstance(error, RuntimeError) and re.search(of_torch, text)
+    torch_messages = "out of memory|can't allocate memory|Storage size calculation overflowed"
+    is_full = isinstance(error, RuntimeError) and re.search(torch_messages, text)
     if not is_full and not isinstance(error, MemoryError):
         return ""
     return f"{who} has too little memory: {MEMORY_ADVICE} ({text[:200]})"

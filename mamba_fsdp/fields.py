@@ -14,14 +14,15 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from mamba_fsdp.errors import UserError
 
-TRUE = ("true", "yes", "on", "1")
-FALSE = ("false", "no", "off", "0")
-BOOLEANS = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
+BOOLEANS = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
 UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # powers of ten
 NUMBER = r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?"
 # The default upper limit for each type, and for each unit of a Duration. Sizes and times that are calculated from
@@ -52,12 +53,8 @@ class Condition(NamedTuple):
 
 
 def condition(description: str) -> Callable[[Callable[[Any], bool]], Condition]:
-    """Returns a decorator that turns a test, a function of the options, into a condition that `description` describes."""
-
-    def needs(is_met: Callable[[Any], bool]) -> Condition:
-        return Condition(description, is_met)
-
-    return needs
+    """Returns a decorator that converts a predicate of the options to a Condition with this description."""
+    return partial(Condition, description)
 
 
 class Bounds(NamedTuple):
@@ -65,11 +62,11 @@ class Bounds(NamedTuple):
 
     limits: dict[str, float]  # {key of COMPARISONS: limit}
     choices: tuple[str, ...]
-    some_text: bool  # whether an empty value is rejected
+    rejects_empty: bool  # whether an empty text is rejected
 
     def check(self, value: Any) -> None:
         """Raises ValueError for a value that the option does not accept. The message contains the violated bound."""
-        if self.some_text and value == "":
+        if self.rejects_empty and value == "":
             raise ValueError("the value must not be empty")
         chosen = value if isinstance(value, list) else [value]
         if self.choices and not set(chosen) <= set(self.choices):
@@ -105,9 +102,9 @@ def setting(
     the path of a file or folder. choices: the accepted values, if they are listed. limits: limits of a number, with the
     keys of COMPARISONS as names.
     """
-    some_text = isinstance(default, str) and default != ""
+    rejects_empty = isinstance(default, str) and default != ""
     metadata = {
-        "bounds": Bounds(limits, choices, some_text),
+        "bounds": Bounds(limits, choices, rejects_empty),
         "needs": needs,
         "instead_of": instead_of,
         "elsewhere": elsewhere,
@@ -118,22 +115,22 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def has_effect(leaf: dataclasses.Field, options: Any) -> bool:
-    """Returns whether the option `leaf` has an effect together with the values in `options`."""
-    needs = leaf.metadata["needs"]
+def has_effect(field: dataclasses.Field, options: Any) -> bool:
+    """Returns whether the option has an effect together with the values in `options`."""
+    needs = field.metadata["needs"]
     return needs is None or needs.is_met(options)
 
 
-def ineffective_message(leaf: dataclasses.Field, value: Any) -> str:
+def ineffective_message(field: dataclasses.Field, value: Any) -> str:
     """Returns the message that an option has no effect, and why."""
-    return f"{leaf.name}={format_value(value)} has no effect without {leaf.metadata['needs'].description}"
+    return f"{field.name}={format_value(value)} has no effect without {field.metadata['needs'].description}"
 
 
-def default(leaf: dataclasses.Field) -> Any:
+def default(field: dataclasses.Field) -> Any:
     """Returns the default of a dataclass field. It calls default_factory if the field has one."""
-    if leaf.default_factory is dataclasses.MISSING:
-        return leaf.default
-    return leaf.default_factory()
+    if field.default_factory is dataclasses.MISSING:
+        return field.default
+    return field.default_factory()
 
 
 # ---------------------------------------------------------------- parsing values
@@ -248,19 +245,19 @@ def parse(kind: Any, text: Any) -> Any:
     return written
 
 
-def read_field(name: str, leaf: dataclasses.Field, text: Any, where: str = "") -> Any:
+def read_field(name: str, field: dataclasses.Field, text: Any, where: str = "") -> Any:
     """Parses the text of the option `name`, and checks the value.
 
-    leaf: the dataclass field of the option. where: the end of the error message, as in " (in my.yaml)". Choices can be
+    field: its dataclass field. where: the end of the error message, as in " (in my.yaml)". Choices can be
     written in upper or lower case. Raises UserError if the text does not have the option's type, or if the option does
     not accept the value."""
-    bounds = leaf.metadata["bounds"]
-    small = str(text).lower()
-    if small in bounds.choices:
-        text = small
+    bounds = field.metadata["bounds"]
+    lowered = str(text).lower()
+    if lowered in bounds.choices:
+        text = lowered
     try:
-        value = parse(leaf.type, text)
-        if leaf.metadata["is_path"]:  # a shell expands ~ in an argument, but not after --name=
+        value = parse(field.type, text)
+        if field.metadata["is_path"]:  # a shell expands ~ in an argument, but not after --name=
             value = os.path.expanduser(value)
             if re.search(r"\$(\w|\{\w)", value):
                 expanded = os.path.expandvars(value)
@@ -294,12 +291,12 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
-def describe_type(leaf: dataclasses.Field) -> str:
-    """Describes the values that the option `leaf` accepts: its choices, or its type and limits."""
-    bounds = leaf.metadata["bounds"]
+def describe_type(field: dataclasses.Field) -> str:
+    """Describes the values that an option accepts: its choices, or its type and limits."""
+    bounds = field.metadata["bounds"]
     if bounds.choices:
-        separator = "," if isinstance(default(leaf), list) else " | "
+        separator = "," if isinstance(default(field), list) else " | "
         return separator.join(bounds.choices)
-    _, kind = PARSERS[leaf.type]
+    _, kind = PARSERS[field.type]
     limits = [f"{name.replace('_', ' ')} {limit}" for name, limit in bounds.limits.items()]
     return ", ".join([kind, *limits])

@@ -1,5 +1,6 @@
-"""Formats numbers, names and untrusted text for messages."""
+"""Formats numbers, names, times and untrusted text for messages and records."""
 
+import datetime
 import difflib
 import os
 from collections.abc import Iterable, Mapping
@@ -53,3 +54,8 @@ def suggest_path(path: Path) -> str:
         return f"; it is a link to {os.readlink(path)}"
     hint = suggest_name(path.name, [neighbour.name for neighbour in path.parent.glob("*")], "")
     return f"; {hint}" if hint else ""
+
+
+def utc_timestamp() -> str:
+    """Returns the current time in UTC, in ISO 8601 format and to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -14,8 +14,8 @@ from mamba_fsdp.run.layout import list_committed, step_of
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import CHECKPOINTS, EVALUATIONS, KEEP_MARKER
 from mamba_fsdp.run.records import MAX_INTEGER, Log, read_entries, read_status
-from mamba_fsdp.run.timestamp import utc_timestamp
 from mamba_fsdp.storage.retry import exists, make_folder, storage_error
+from mamba_fsdp.text import utc_timestamp
 
 POLL_SECONDS = 10.0
 

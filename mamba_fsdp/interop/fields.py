@@ -70,7 +70,7 @@ class Fields:
         if kind is int:
             limits = {"at_least": 0 if default == 0 else 1, **limits}
         try:
-            Bounds(dict(limits), (), some_text=False).check(value)
+            Bounds(dict(limits), (), rejects_empty=False).check(value)
         except ValueError as error:
             self.refuse(name, f"is {value!r}, but {error}")
         return value

@@ -52,7 +52,7 @@ class Check:
     exit_code: int | None = None
     if_nodes_differ: str = ""  # advice if nodes differ; "" if they are allowed to differ
 
-    def make(self) -> Finding:
+    def run(self) -> Finding:
         """Runs the check. Returns its verdict with the description or the error message."""
         try:
             return Finding("ok", self.find())

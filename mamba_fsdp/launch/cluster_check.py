@@ -1,7 +1,7 @@
 """Implements `./1.train.sbatch --check`: runs every step that precedes a training, and removes all
 files that it made.
 
-For the cluster's own Python, see host.py.
+It runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import contextlib
@@ -11,10 +11,8 @@ import shutil
 from typing import List, Sequence
 
 from mamba_fsdp.launch import slurm
-from mamba_fsdp.launch.containers import find_linked_folders
 from mamba_fsdp.launch.decision import EXIT_SIGTERM
-from mamba_fsdp.launch.host import PROJECT, Variables, print_line
-from mamba_fsdp.launch.node_command import with_node_setup
+from mamba_fsdp.launch.host import PROJECT, Variables, print_line, with_node_setup
 from mamba_fsdp.launch.plan_reader import Plan
 from mamba_fsdp.launch.slurm_training import SlurmTraining, StartFailed, make_training
 from mamba_fsdp.launch.start_folder import StartFolder
@@ -37,7 +35,7 @@ class ClusterCheck(SlurmTraining):
     node of the job.
     """
 
-    keeps_record = False
+    is_check = True
     made: Sequence[str] = ()  # folders to remove at the end
 
     def check(self) -> int:
@@ -73,12 +71,6 @@ class ClusterCheck(SlurmTraining):
     def make_data(self) -> None:
         """Does nothing, because the training itself makes missing data."""
 
-    def folders_to_mount(self, plan: Plan) -> List[str]:
-        """Returns the folders that the training needs, except the folder of compiled kernels."""
-        if not self.environment.image:
-            return []
-        return plan.paths + find_linked_folders(plan.paths)
-
     def srun_on_first_node(self, command: List[str], with_network: bool = True) -> List[str]:
         """Returns the srun command line that runs a command on the first node."""
         self.busy_nodes = set(self.job.nodes[:1])
@@ -97,10 +89,10 @@ class ClusterCheck(SlurmTraining):
         sources = sorted(glob.glob(os.path.join(glob.escape(PROJECT), "mamba_fsdp", "*", "*.py")))
         # Two long documents, so that two threads encode at the same time.
         for name in ("train", "validation"):
-            with open(os.path.join(texts, name + ".txt"), "wb") as together:
+            with open(os.path.join(texts, name + ".txt"), "wb") as document:
                 for source in sources:
                     with open(source, "rb") as file:
-                        shutil.copyfileobj(file, together)
+                        shutil.copyfileobj(file, document)
         args = [self.environment.python, os.path.join(PROJECT, "get_dataset.py"), texts]
         args += [os.path.join(folder.path, "tokens"), "--splits=official", "--tokenizer=train:512"]
         output = self.supervisor.run_for_output(self.srun_on_first_node(args), with_errors=True)

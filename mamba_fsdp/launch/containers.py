@@ -1,9 +1,10 @@
 """Builds srun's options for Pyxis, Slurm's container plugin: the image, the name of the unpacked
 container, and the mounts.
 
-For the cluster's own Python, see host.py.
+It runs on the cluster's own Python; host.py describes the restrictions.
 """
 
+import contextlib
 import os
 import socket
 from typing import Iterable, Iterator, List, Set, Tuple
@@ -127,7 +128,7 @@ def is_protected(folder: str) -> bool:
     """Returns whether a mount over this folder would hide a folder that the image needs."""
     plain = _plain(folder)
     return plain in PROTECTED_FOLDERS or any(
-        plain == own or plain.startswith(own + "/") for own in PROTECTED_PREFIXES
+        plain == prefix or plain.startswith(prefix + "/") for prefix in PROTECTED_PREFIXES
     )
 
 
@@ -143,7 +144,7 @@ def find_linked_folders(paths: Iterable[str]) -> List[str]:
     targets = list(paths)
     while targets:
         places = []
-        for path in _link_and_real_paths(targets):
+        for path in [*map(os.path.abspath, targets), *map(os.path.realpath, targets)]:
             if path in seen:
                 continue
             seen.add(path)
@@ -175,29 +176,18 @@ def _containing_folder(path: str) -> str:
     return path if os.path.isdir(path) else os.path.dirname(path)
 
 
-def _link_and_real_paths(paths: Iterable[str]) -> Iterator[str]:
-    """Yields the absolute form of each path, and then each path with all symbolic links resolved."""
-    paths = list(paths)
-    for path in paths:
-        yield os.path.abspath(path)
-    for path in paths:
-        yield os.path.realpath(path)
-
-
 def _find_links(paths: Iterable[str]) -> Iterator[Tuple[str, str]]:
     """Yields (symbolic link, target) for the paths that are links, and for the links below the
     other paths.
     """
-    for path in paths:
+    remaining = list(paths)
+    while remaining:
+        path = remaining.pop()
         if os.path.islink(path):
-            yield _read_link(path)
-            continue
-        for folder, folders, files in os.walk(path):  # os.walk does not follow links
-            for name in folders + files:
-                inside = os.path.join(folder, name)
-                if os.path.islink(inside):
-                    yield _read_link(inside)
-
-
-def _read_link(path: str) -> Tuple[str, str]:
-    return path, os.path.join(os.path.dirname(path), os.readlink(path))
+            yield path, os.path.join(os.path.dirname(path), os.readlink(path))
+        elif os.path.isdir(path):
+            with contextlib.suppress(OSError), os.scandir(path) as entries:
+                # An entry knows its type. A call for each file would be slow on a shared disk.
+                remaining += [
+                    entry.path for entry in entries if entry.is_symlink() or entry.is_dir()
+                ]

@@ -1,6 +1,6 @@
 """Decides what happens to a job when its training has ended. Pure functions without I/O.
 
-For the cluster's own Python, see host.py.
+It runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 from enum import Enum

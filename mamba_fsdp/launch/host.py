@@ -1,19 +1,27 @@
-"""Provides what the launcher's programs on the host share: messages, user errors, and the choice of
-the Python that trains.
+"""Provides what the launcher's programs on the host share: messages, user errors, the choice of the
+Python that trains, and the command lines for the nodes.
 
 This module, job.py, tokenize_job.py, node_guard.py and their imports run on the cluster's own
 Python. It can be as old as 3.6, so they use only its syntax and standard library.
 """
 
+import json
 import os
 import struct
 import subprocess
-from typing import List, Mapping, NamedTuple, Optional
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional
+
+from mamba_fsdp.run.names import PROFILE
 
 PROJECT = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
 DEFAULT_IMAGE = "mamba-train.sqsh"
-# The size of squashfs' first block: magic number, other fields, image size (8 bytes).
+# The size of the first block of a squashfs image. The block begins with a magic number and ends with
+# the size of the image, in 8 bytes.
 SUPERBLOCK_BYTES = 48
+
+
+# An environment variable. If it is set, 1.train.sbatch sets up the network and then runs its arguments as a command.
+NODE_VARIABLE = "MAMBA_TRAIN_NODE"
 
 
 class LaunchError(Exception):
@@ -76,6 +84,16 @@ def command_output(*command: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
+def read_json(path: str) -> Dict[str, Any]:
+    """Returns the JSON object in a file; {} if the file does not exist or is damaged."""
+    try:
+        with open(path) as file:
+            content = json.load(file)
+    except (OSError, ValueError):
+        content = None
+    return content if isinstance(content, dict) else {}
+
+
 def set_python_variables() -> None:
     """Sets the environment variables of all Python processes that this job starts.
 
@@ -97,9 +115,7 @@ def read_variables(environ: Mapping[str, str]) -> Variables:
     invalid value.
     """
     for name in ("PROCESSES_PER_NODE", "GPUS_PER_NODE"):
-        value = environ.get(name) or "1"
-        if not value.isdigit() or int(value) == 0:
-            raise LaunchError(f"{name}={value}: expected an integer of at least 1")
+        read_count(environ, name, default=1, minimum=1)
     ranks = environ.get("PROCESSES_PER_NODE")
     gpus = environ.get("GPUS_PER_NODE")
     if ranks and gpus and ranks != gpus:
@@ -117,13 +133,13 @@ def read_variables(environ: Mapping[str, str]) -> Variables:
     return Variables(image, mounts, profile, max_restarts, spare_nodes, min_nodes)
 
 
-def read_count(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Returns the non-negative integer in an environment variable. Raises LaunchError for another
-    value.
+def read_count(environ: Mapping[str, str], name: str, default: int, minimum: int = 0) -> int:
+    """Returns the integer in an environment variable. Raises LaunchError for any other text, and for
+    a number below the minimum.
     """
     value = environ.get(name) or str(default)
-    if not value.isdigit():
-        raise LaunchError(f"{name}={value}: expected a non-negative integer")
+    if not value.isdigit() or int(value) < minimum:
+        raise LaunchError(f"{name}={value}: expected an integer of at least {minimum}")
     return int(value)
 
 
@@ -224,3 +240,24 @@ def find_settings_python() -> Optional[str]:
         if command_output(python, "-c", can).strip() == "True":
             return python
     return None
+
+
+def with_node_setup(command: List[str]) -> List[str]:
+    """Returns the command line that sets up the node's network variables with 1.train.sbatch and
+    then runs the command.
+    """
+    # Started with bash, because the file is not executable in a copy from a ZIP file or on a noexec mount.
+    return ["env", NODE_VARIABLE + "=1", "bash", os.path.join(PROJECT, "1.train.sbatch"), *command]
+
+
+def launcher_command(python: str, run_folder: str, profile: str, start: str) -> List[str]:
+    """Returns the command line of a node's launcher, under nsys if PROFILE=nsys. start: a name for
+    the profile's file.
+    """
+    launcher = [python, "-m", "mamba_fsdp.launch.node", run_folder]
+    if profile != "nsys":
+        return launcher
+    folder = os.path.join(run_folder, PROFILE)
+    os.makedirs(folder, exist_ok=True)
+    output = f"--output={folder}/nsys_{start}_%h"
+    return ["nsys", "profile", "--trace=cuda,nvtx", output, *launcher]

@@ -37,7 +37,7 @@ def train(
     """
     if threading.current_thread() is not threading.main_thread():
         raise UserError(
-            "train: call it from the main thread: only that can handle the signals that stop a run"
+            "train: call it from the main thread, because only this thread can handle the signals that stop a run"
         )
     if on_record is not None and not callable(on_record):
         raise UserError(f"train: on_record={on_record} is not a function")

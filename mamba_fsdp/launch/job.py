@@ -28,7 +28,7 @@ if sys.version_info < MIN_PYTHON:
 sys.path[0] = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 import time
-from typing import List
+from typing import List, NoReturn
 
 from mamba_fsdp.launch import slurm
 from mamba_fsdp.launch.cluster_check import check_nodes
@@ -55,7 +55,7 @@ def main(called: str, args: List[str]) -> int:
     slurm.clear_option_variables()
     set_python_variables()
     if any(word == "-h" or word.split("=")[0] == "--help" for word in args):
-        return show_help(args)
+        show_help(args)
     is_check = CHECK_OPTION in args
     settings = [word for word in args if word != CHECK_OPTION]
     is_demo = not settings
@@ -66,35 +66,34 @@ def main(called: str, args: List[str]) -> int:
             return check_nodes(settings, variables)
         return train_in_slurm(settings, variables)
     if is_check:
-        return submit_check(settings)
+        submit_check(settings)
     if is_demo:
         os.chdir(PROJECT)
     return train_here(called, settings or DEMO_ARGS, variables, is_demo)
 
 
-def show_help(args: List[str]) -> int:
-    """Prints the part of the help page that the arguments select. Returns the exit code."""
-    answer = read_plan_on_host(args)
-    if not answer:
-        raise LaunchError(
-            "--help needs Python 3.10 or newer with PyYAML; create an environment with both: ./0.create_env.sh"
-        )
-    return answer.code
+def show_help(args: List[str]) -> NoReturn:
+    """Prints the part of the help page that the arguments select, and exits.
+
+    Raises LaunchError if no Python on this host can print it.
+    """
+    read_plan_on_host(args)
+    raise LaunchError(
+        "--help needs Python 3.10 or newer with PyYAML; create an environment with both: ./0.create_env.sh"
+    )
 
 
-def submit_check(args: List[str]) -> int:
+def submit_check(args: List[str]) -> NoReturn:
     """Replaces this process with salloc, to run `1.train.sbatch --check` on a node that is free
     now.
 
-    Raises LaunchError without Slurm. Returns the exit code if the settings are invalid.
+    Raises LaunchError without Slurm, and SystemExit if the settings are invalid.
     """
     if not shutil.which("salloc"):
         raise LaunchError("--check needs a Slurm cluster, but this machine has no salloc command")
     os.chdir(PROJECT)
     slurm.choose_environment_of_job(os.environ.get("IMAGE", ""))
-    answer = read_plan_on_host(args or DEMO_ARGS)
-    if answer and not answer.plan:
-        return answer.code
+    read_plan_on_host(args or DEMO_ARGS)
     salloc = ["salloc", "--immediate=20", "--nodes=1", "--time=10", "--job-name=mamba-check"]
     os.execvp(salloc[0], salloc + [os.path.join(PROJECT, "1.train.sbatch"), CHECK_OPTION] + args)
 

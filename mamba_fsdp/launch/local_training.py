@@ -1,7 +1,7 @@
 """Trains on this machine: `./1.train.sbatch` without Slurm, including Ctrl-C, Ctrl-Z and the
 messages at the end.
 
-Runs on Python 3.6 or newer, see host.py.
+It runs on Python 3.6 or newer; host.py describes the restrictions.
 """
 
 import contextlib
@@ -16,8 +16,17 @@ import tempfile
 from typing import Any, Callable, Dict, List
 
 from mamba_fsdp.launch.decision import EXIT_SIGKILL, JobState
-from mamba_fsdp.launch.host import PROJECT, LaunchError, Variables, choose_venv, print_line, write
-from mamba_fsdp.launch.node_command import launcher_command, with_node_setup
+from mamba_fsdp.launch.host import (
+    PROJECT,
+    LaunchError,
+    Variables,
+    choose_venv,
+    launcher_command,
+    print_line,
+    read_json,
+    with_node_setup,
+    write,
+)
 from mamba_fsdp.launch.plan_reader import Plan, read_plan
 from mamba_fsdp.launch.start_folder import StartFolder, local_start_name
 from mamba_fsdp.launch.starts import RankRestarts
@@ -35,19 +44,16 @@ def train_here(called: str, args: List[str], variables: Variables, is_demo: bool
     """
     python = choose_venv().python
     with contextlib.suppress(KeyboardInterrupt):
-        answer = read_plan(python, args)
-        if not answer.plan:
-            return answer.code
-        if answer.plan.dry_run:
-            return dry_run([python], answer.plan.settings, nodes=1)
-        training = LocalTraining(python, answer.plan, variables)
+        plan = read_plan(python, args)
+        if plan.dry_run:
+            return dry_run([python], plan.settings, nodes=1)
+        training = LocalTraining(python, plan, variables)
         code = training.run()
         if training.is_resumable:
             command = [called] + ([] if is_demo else args)
-            newest = newest_checkpoint(answer.plan.run_folder) or "start"
+            newest = newest_checkpoint(plan.run_folder) or "start"
             print_line("to resume from {}: {}".format(newest, " ".join(map(shlex.quote, command))))
         if code == 0 and is_demo and training.status().get("status") == "finished":
-            training.restore_signals()
             show_demo(python)
         return code
     return INTERRUPTED
@@ -82,7 +88,6 @@ class LocalTraining:
         self.was_killed = False
         self.stopped_before_first_step = False
         self.ask_ranks: Callable[[], None] = lambda: None  # asks the ranks to stop
-        self.handlers_before: Dict[int, Any] = {}
         self.immediate_stop_signal = signal.SIGTERM  # ends the current command immediately
 
     @property
@@ -102,7 +107,9 @@ class LocalTraining:
             with stop_file_writer(self.folder.stop, self.supervisor.reason) as self.ask_ranks:
                 return self.make_data() or self.train()
         finally:
-            self.ignore_signals()
+            # The last messages are then complete.
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
             self.folder.remove()
 
     def make_data(self) -> int:
@@ -139,8 +146,8 @@ class LocalTraining:
         """
         self.folder.remove_outcome()
         code = self.supervisor.run_training(command, self.ask_ranks)
-        left = f"mamba-train-{self.supervisor.last_pid}-*"
-        for folder in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), left)):
+        pattern = f"mamba-train-{self.supervisor.last_pid}-*"
+        for folder in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), pattern)):
             shutil.rmtree(folder, ignore_errors=True)
         return code
 
@@ -187,20 +194,7 @@ class LocalTraining:
         }
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             handlers[signal.SIGHUP] = self.stop
-        self.handlers_before = {number: signal.getsignal(number) for number in handlers}
         self.supervisor.listen(handlers)
-
-    def restore_signals(self) -> None:
-        """Restores the signal handlers from before the training, so that Ctrl-C ends the program
-        again.
-        """
-        for number, handler in self.handlers_before.items():
-            signal.signal(number, handler)
-
-    def ignore_signals(self) -> None:
-        """Ignores further signals, so that the last messages are complete."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
 
     def interrupt(self, number: int) -> None:
         """Handles Ctrl-C. The second time, the ranks are ended without a checkpoint."""
@@ -245,11 +239,7 @@ class LocalTraining:
 
     def status(self) -> Dict[str, Any]:
         """Returns the content of the run's status.json; {} if it does not exist."""
-        with contextlib.suppress(OSError, ValueError):
-            with open(os.path.join(self.plan.run_folder, STATUS)) as file:
-                status = json.load(file)
-                return status if isinstance(status, dict) else {}
-        return {}
+        return read_json(os.path.join(self.plan.run_folder, STATUS))
 
     def has_completed_step(self) -> bool:
         """Returns whether this start has completed a step: the status has changed, and its reason
@@ -268,6 +258,8 @@ def send_to(processes: List[int], number: int) -> None:
 
 def show_demo(python: str) -> None:
     """Shows a sample of the demo's model, and prints commands to continue with."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP):  # the training has ended
+        signal.signal(number, signal.SIG_DFL)
     print_line()
     print_line('the model continues "def " with:')
     subprocess.run([python, "-m", "mamba_fsdp", "generate", "runs/demo", "--prompt=def "])

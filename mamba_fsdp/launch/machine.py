@@ -199,8 +199,8 @@ def set_environment(run_folder: Path, scratch: Path, first_node: str) -> None:
         wanted["OMP_NUM_THREADS"] = str(max(1, threads))
     if _has_rank0_cache():  # Triton 3.4 and newer do not use it by default
         wanted["TRITON_CACHE_MANAGER"] = "triton.runtime.rank0_cache:Rank0CacheManager"
-    # By default, gloo uses the interface of the host name's address. On Debian this is 127.0.1.1, which other
-    # nodes can't reach.
+    # By default, gloo uses the interface of the host name's address. On Debian this address is 127.0.1.1, and other
+    # nodes can't reach it.
     interface = find_interface_to([first_node, os.environ.get("LAST_NODE", "")])
     if interface:
         wanted["GLOO_SOCKET_IFNAME"] = interface

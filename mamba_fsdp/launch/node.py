@@ -109,10 +109,10 @@ def remove_earlier_outcome(folder: Path) -> None:
         return
     if folder.name == DEFAULT_RUN_ID:
         shutil.rmtree(folder, ignore_errors=True)
-    left = [path for path in folder.glob("*.json") if path.name != RESOLVED]
-    for path in left:
+    files = [path for path in folder.glob("*.json") if path.name != RESOLVED]
+    for path in files:
         path.unlink()
-    if left:
+    if files:
         print("restarts   the ranks after the loss of a node")
 
 

@@ -12,7 +12,7 @@ another running job of this user; its containers are kept.
 Pyxis keeps a named container on the node's disk, or in its memory, until it is removed, unless
 Pyxis' container_scope is `job`.
 
-For the cluster's own Python, see host.py.
+It runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class Connection:
         self.ending = ""
         self.to_remove: List[str] = []
 
-    def hold(self, address: str, port: int) -> None:
+    def wait(self, address: str, port: int) -> None:
         """Connects and waits until the connection ends. If the program can't be reached, waits for
         EOF on stdin instead.
         """
@@ -98,7 +98,7 @@ def main(start: str, address: str, port: str, others: List[str]) -> None:
             is_used = ALL_JOBS in others or owner == start or owner in others or number in others
             if not is_used:
                 remove_container(container)
-        connection.hold(address, int(port))
+        connection.wait(address, int(port))
     except JobEnding:
         connection.ending = JOB_ENDING
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -107,7 +107,9 @@ def main(start: str, address: str, port: str, others: List[str]) -> None:
         remove_files_of_killed_job(connection.to_remove)
     own = PYXIS_PREFIX + start
     if own in list_containers():
-        wait_for_container_exit()
+        # Ranks that are still writing a checkpoint need the files of the container.
+        while list_container_processes(os.environ.get("SLURM_JOB_ID", "")):
+            time.sleep(POLL_SECONDS)
         remove_container(own)
     remove_scratch()
 
@@ -200,14 +202,6 @@ def list_containers() -> List[str]:
     return [
         name for name in command_output("enroot", "list").split() if name.startswith(PYXIS_PREFIX)
     ]
-
-
-def wait_for_container_exit() -> None:
-    """Waits until no process of this job runs in a container, because ranks that write a checkpoint
-    need its files.
-    """
-    while list_container_processes(os.environ.get("SLURM_JOB_ID", "")):
-        time.sleep(POLL_SECONDS)
 
 
 def list_container_processes(job: str) -> List[int]:

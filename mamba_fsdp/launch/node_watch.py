@@ -7,7 +7,7 @@ does not count as a loss, no clocks are compared, and the traffic is proportiona
 nodes. A connection that ends does not count as a loss either, unless two attempts to connect to the
 node fail.
 
-For the cluster's own Python, see host.py.
+It runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import contextlib

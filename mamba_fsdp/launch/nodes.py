@@ -1,9 +1,9 @@
 """Selects the nodes of a job that train; the others wait as spares. Pure functions without I/O.
 
-For the cluster's own Python, see host.py.
+It runs on the cluster's own Python; host.py describes the restrictions.
 """
 
-from typing import Callable, Dict, List, NamedTuple
+from typing import Dict, List, NamedTuple, Optional
 
 
 class Batch(NamedTuple):
@@ -44,18 +44,19 @@ class NodePool:
 
     def has_enough_nodes(self) -> bool:
         """Returns whether enough nodes are left, regardless of the division of the global batch."""
-        return bool(self.choose(lambda nodes: True))
+        return bool(self.choose())
 
-    def choose(self, can_divide_batch: Callable[[int], bool]) -> List[str]:
+    def choose(self, batch: Optional[Batch] = None, ranks_per_node: int = 1) -> List[str]:
         """Returns the nodes that train, in the job's order; [] if there are too few.
 
-        can_divide_batch: returns whether the global batch can be divided among a given number of
-        nodes. It is called for numbers that are smaller than the wanted one.
+        batch: if fewer nodes than wanted train, the global batch must be divisible among them. None
+        if the global batch is not known yet.
         """
         healthy = self.healthy()
         count = min(self.wanted, len(healthy))
-        while count < self.wanted and count >= self.min_nodes and not can_divide_batch(count):
-            count -= 1
+        if batch:
+            while count and not can_divide_batch(batch, self.wanted, ranks_per_node, count):
+                count -= 1
         if count < max(1, self.min_nodes):
             return []
         chosen = healthy[:count]
@@ -64,6 +65,8 @@ class NodePool:
 
 def can_divide_batch(batch: Batch, wanted: int, ranks_per_node: int, nodes: int) -> bool:
     """Returns whether the global batch of `wanted` nodes can be divided evenly among `nodes` nodes."""
+    if nodes == wanted:
+        return True
     ranks = nodes * ranks_per_node
     if ranks % batch.ranks_per_sample:
         return False

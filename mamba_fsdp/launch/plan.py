@@ -71,14 +71,19 @@ def plan(answer: Path, *stray: str, config: str | None = None, **args: str) -> N
             check_inputs(settings)
         check_folder(settings)
         missing_data = missing_builtin(settings.data)
+    training = settings.training
     resolved = {
         "run_folder": os.path.abspath(settings.checkpoint.save_ckpt_path),
-        "dry_run": settings.training.dry_run,
+        "dry_run": training.dry_run,
         "missing_data": str(missing_data or ""),
         "settings": as_json_object(settings),
         "paths": find_named_paths(settings),
         "replay": replay_args,
-        "batch": batch_of(settings),
+        "batch": Batch(
+            training.global_batch_size,
+            training.batch_size * training.gradient_accumulation_steps,
+            settings.parallel.context_parallel,
+        ),
     }
     answer.write_text(json.dumps(resolved))
 
@@ -103,13 +108,6 @@ def replay_settings(run: str = "", *stray: str, **options: str) -> tuple[TrainCo
         save_ckpt_path=str(scratch), load_ckpt_path=str(place), init_from="", dry_run=False
     )
     return settings, [str(place), *stray, *(f"--{name}={value}" for name, value in options.items())]
-
-
-def batch_of(settings: TrainConfig) -> Batch:
-    """Returns how the global batch is divided among ranks."""
-    training = settings.training
-    samples_per_rank = training.batch_size * training.gradient_accumulation_steps
-    return Batch(training.global_batch_size, samples_per_rank, settings.parallel.context_parallel)
 
 
 def check_inputs(settings: TrainConfig) -> None:
@@ -138,25 +136,25 @@ def check_folder(settings: TrainConfig) -> None:
     if not (is_folder(place) and os.access(place, os.W_OK)):
         raise UserError(f"save_ckpt_path: can't write to {folder}")
     lease = Lease(folder / LEASE)
-    look = lease.read_snapshot()
-    if look and look.is_alive():
+    holder = lease.read_snapshot()
+    if holder and holder.is_alive():
         lease.check_unused(BUSY_RUN_REMEDY)
     # Otherwise, the starting point defines the size of the model.
     if not settings.checkpoint.starts_from_model():
         check_space(settings, 1)
 
 
-def check_space(settings: TrainConfig, of_new_run: int) -> None:
+def check_space(settings: TrainConfig, checkpoints_of_new_run: int) -> None:
     """Raises UserError if the disk has too little space for the next checkpoint of a run.
 
-    of_new_run: the number of checkpoints that must fit for a run without checkpoints.
+    checkpoints_of_new_run: the number of checkpoints that must fit for a run without checkpoints.
     """
     folder = Path(os.path.abspath(settings.checkpoint.save_ckpt_path))
     earlier = list_committed(folder / CHECKPOINTS)
     size = CHECKPOINT_BYTES_PER_PARAMETER
     if settings.optimizer.optimizer == "muon":
         size -= 4  # a lower bound, because Muon keeps one moment for matrices
-    count = 1 if earlier else of_new_run
+    count = 1 if earlier else checkpoints_of_new_run
     check_disk_space(
         _nearest_existing(folder), earlier, size * parameter_count(settings.model), count
     )
@@ -174,9 +172,9 @@ def find_named_paths(settings: TrainConfig) -> list[str]:
     host looks for symbolic links in them.
     """
     paths = []
-    for name, (_, leaf) in all_settings().items():
+    for name, (_, field) in all_settings().items():
         value = settings.value(name)
-        if leaf.metadata["is_path"] and value:
+        if field.metadata["is_path"] and value:
             paths.append(os.path.abspath(value))
     return paths
 

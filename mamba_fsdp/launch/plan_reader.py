@@ -1,6 +1,6 @@
 """Resolves the settings of a start with launch/plan.py, and reads its answer.
 
-For the cluster's own Python, see host.py.
+It runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import json
@@ -41,20 +41,11 @@ class Plan(NamedTuple):
         return [training, "--resolved=" + settings]
 
 
-class Answer(NamedTuple):
-    """The answer of launch/plan.py: a plan, or None with the exit code after a help page, an error
-    or Ctrl-C.
+def read_plan(python: str, args: List[str]) -> Plan:
+    """Resolves the settings in the arguments with this Python.
 
-    launch/plan.py has then printed the page or the error itself.
-    """
-
-    plan: Optional[Plan]
-    code: int
-
-
-def read_plan(python: str, args: List[str]) -> Answer:
-    """Resolves the settings in the arguments with this Python. A help page or an error goes to
-    stdout and stderr.
+    Raises SystemExit with the exit code of launch/plan.py if that has printed a help page or an
+    error instead, and after Ctrl-C.
     """
     reading, writing = os.pipe()
     process = subprocess.Popen([python, *MODULE, f"/dev/fd/{writing}", *args], pass_fds=[writing])
@@ -64,28 +55,30 @@ def read_plan(python: str, args: List[str]) -> Answer:
             text = answer.read()
     finally:  # also after Ctrl-C, so that the process can print its message
         code = process.wait()
-    return parse_answer(code, text)
+    if code != 0 or not text:
+        raise SystemExit(code if code >= 0 else 128 - code)
+    return parse_plan(text)
 
 
-def read_plan_on_host(args: List[str]) -> Optional[Answer]:
+def read_plan_on_host(args: List[str]) -> Optional[Plan]:
     """Resolves the settings with a Python of this host, so that no image has to be unpacked.
 
-    Returns None if the host has no Python with the packages that this needs.
+    Returns None if the host has no Python with the packages that this needs. Raises SystemExit in
+    the cases that `read_plan` documents.
     """
     python = find_settings_python()
     if not python:
         return None
-    answer = read_plan(python, args)
-    return None if answer.code == EXIT_MISSING_PACKAGES else answer
+    try:
+        return read_plan(python, args)
+    except SystemExit as error:
+        if error.code == EXIT_MISSING_PACKAGES:
+            return None
+        raise
 
 
-def parse_answer(code: int, text: str) -> Answer:
-    """Parses the output of launch/plan.py. A help page leaves the output empty, and the answer has
-    no plan.
-    """
-    code = code if code >= 0 else 128 - code
-    if code != 0 or not text.strip():
-        return Answer(None, code)
+def parse_plan(text: str) -> Plan:
+    """Parses the JSON object that launch/plan.py writes."""
     content = json.loads(text)
     content["batch"] = Batch(*content["batch"])
-    return Answer(Plan(**content), 0)
+    return Plan(**content)

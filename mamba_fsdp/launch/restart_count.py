@@ -1,6 +1,6 @@
 """Counts how often in a row a job has started from the same checkpoint.
 
-For the cluster's own Python, see host.py.
+It runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Calls Slurm's commands, each through one function with a typed result.
 
-For the cluster's own Python, see host.py.
+It runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import os
@@ -23,7 +23,7 @@ HYPERPOD_FOLDER = "/opt/sagemaker_cluster"  # exists on SageMaker HyperPod only
 FIRST_PORT = 20000  # the first port that jobs use for the rendezvous
 PORTS = 10000  # the number of ports that jobs use for the rendezvous
 REQUEUED_STATES = ("PENDING", "COMPLETING")  # states of a job that has already been queued again
-MAX_ATTEMPTS = 5  # to queue the job again, and to change it
+MAX_ATTEMPTS = 5  # number of attempts to queue the job again, or to change it
 MAX_SLURMD_TIMEOUT = 600  # seconds; Slurm's default is 300
 DEFAULT_SLURMD_PORT = 6818
 GUARD_STEP = "mamba-guard"  # name of the job step that runs launch/node_guard.py
@@ -88,7 +88,7 @@ def check_is_alive(job: Job) -> None:
     """Raises LaunchError if the job has ended. Its variables can be left over in a shell, for example
     in the shell of an expired salloc.
     """
-    # The header shows that the controller has answered.
+    # The output begins with a header. If it is empty, the controller has not answered.
     jobs = command_output("squeue", f"--user={os.getuid()}", "--format=%A").split()
     if not job.nodes or (jobs and job.number not in jobs):
         raise LaunchError(
@@ -292,21 +292,21 @@ def release_nodes(job: Job, kept: Sequence[str]) -> bool:
     started by Slurm 22.05 (BadConstraints). Slurm refuses to take back the node of the job's
     script, and without accounting it accepts only one change of the nodes.
     """
-    # scontrol writes two scripts to its working directory, so that is a temporary folder.
-    with tempfile.TemporaryDirectory() as folder:
-        return _update(job, {"NodeList": ",".join(kept)}, folder)
+    return _update(job, {"NodeList": ",".join(kept)})
 
 
-def _update(job: Job, fields: Dict[str, str], folder: Optional[str] = None) -> bool:
+def _update(job: Job, fields: Dict[str, str]) -> bool:
     assignments = [f"{name}={value}" for name, value in fields.items()]
     update = ["scontrol", "update", "JobId=" + job.name, *assignments]
-    done = subprocess.run(
-        update,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    # scontrol can write scripts to its working directory, so that is a temporary folder.
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            update,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
     return done.returncode == 0
 
 
@@ -356,12 +356,14 @@ def warn_if_memory_is_limited(job: Job) -> None:
     if not re.search(r"SelectTypeParameters.*MEMORY", tracked):
         return  # Slurm does not limit the memory of jobs then
     given = re.search(r"\bTRES=\S*\bmem=(\d+)([MGT])", show_job(job))
-    has = re.search(r"\bRealMemory=(\d+)", command_output("scontrol", "show", "node", job.nodes[0]))
-    if not given or not has:
+    present = re.search(
+        r"\bRealMemory=(\d+)", command_output("scontrol", "show", "node", job.nodes[0])
+    )
+    if not given or not present:
         return
     megabytes = int(given.group(1)) * {"M": 1, "G": 1 << 10, "T": 1 << 20}[given.group(2)]
-    of_each = megabytes / len(job.nodes)
-    if of_each < 0.9 * int(has.group(1)):
+    per_node = megabytes / len(job.nodes)
+    if per_node < 0.9 * int(present.group(1)):
         print_line(
-            f"warning: Slurm gives this job {of_each:,.0f} MB of the {int(has.group(1)):,} that {job.nodes[0]} has; use sbatch --mem=0 for all of it"
+            f"warning: Slurm gives this job {per_node:,.0f} MB of the {int(present.group(1)):,} that {job.nodes[0]} has; use sbatch --mem=0 for all of it"
         )

@@ -1,7 +1,7 @@
 """Trains on the nodes of a Slurm job, from the preparation of the nodes to the decision about the
 job's future.
 
-For the cluster's own Python, see host.py.
+It runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
 from typing import Callable, Iterator, List, Optional, Sequence, Set, Tuple, Type, TypeVar
@@ -33,13 +32,14 @@ from mamba_fsdp.launch.host import (
     Environment,
     LaunchError,
     Variables,
+    launcher_command,
     print_line,
+    with_node_setup,
 )
 from mamba_fsdp.launch.local_training import KILLED_LAUNCHER, dry_run
-from mamba_fsdp.launch.node_command import launcher_command, with_node_setup
 from mamba_fsdp.launch.node_watch import MAX_REMOVAL_SECONDS, NodeWatch, guard_nodes
-from mamba_fsdp.launch.nodes import NodePool, can_divide_batch
-from mamba_fsdp.launch.plan_reader import MODULE, Plan, parse_answer, read_plan_on_host
+from mamba_fsdp.launch.nodes import NodePool
+from mamba_fsdp.launch.plan_reader import MODULE, Plan, parse_plan, read_plan_on_host
 from mamba_fsdp.launch.restart_count import NO_CHECKPOINT, RestartCount
 from mamba_fsdp.launch.start_folder import StartFolder
 from mamba_fsdp.launch.starts import RankRestarts
@@ -118,25 +118,21 @@ def make_training(args: List[str], variables: Variables, kind: Type[Training]) -
     training = kind(args, variables, job, supervisor)
     training.listen()
     slurm.check_gpus(job)
-    least = max(1, variables.min_nodes)
-    if variables.spare_nodes + least > len(job.nodes):
+    min_nodes_to_train = max(1, variables.min_nodes)
+    if variables.spare_nodes + min_nodes_to_train > len(job.nodes):
         raise LaunchError(
             f"SPARE_NODES={variables.spare_nodes}, MIN_NODES={variables.min_nodes}: the job has only {len(job.nodes)} nodes; "
             "request more: sbatch --nodes=N"
         )
     training.environment = slurm.choose_environment_of_job(variables.image)
-    answer = read_plan_on_host(args)
-    if answer and not answer.plan:
-        sys.exit(answer.code)
-    if answer:
-        training.plan = answer.plan
+    training.plan = read_plan_on_host(args)
     return training
 
 
 class SlurmTraining:
     """A training in a Slurm job. It runs on the first node of the job."""
 
-    keeps_record = True  # whether lost and sick nodes are recorded in the run folder
+    is_check = False  # whether the job only checks the nodes, and leaves no files in the run folder
     environment: Environment
     watch: NodeWatch
 
@@ -167,10 +163,12 @@ class SlurmTraining:
     @contextlib.contextmanager
     def guard_nodes(self) -> Iterator[None]:
         """Guards the nodes during a `with` block, and cleans them up at its end."""
+
+        def seconds() -> float:
+            return seconds_for_removal(self.supervisor.stop_signal, slurm.seconds_left(self.job))
+
         image = self.environment.image
-        with guard_nodes(
-            self.job, image, self.remove_lost_node, self.seconds_for_removal
-        ) as self.watch:
+        with guard_nodes(self.job, image, self.remove_lost_node, seconds) as self.watch:
             self.watch.remove_if_killed(self.restarts.file)
             yield
 
@@ -246,12 +244,8 @@ class SlurmTraining:
     def choose_nodes(self) -> List[str]:
         """Returns the nodes that train next. Raises StartFailed if too few are left."""
 
-        def fits(nodes: int) -> bool:
-            if not self.plan:
-                return True
-            return can_divide_batch(self.plan.batch, self.pool.wanted, self.ranks_per_node, nodes)
-
-        chosen = self.pool.choose(fits)
+        batch = self.plan.batch if self.plan else None
+        chosen = self.pool.choose(batch, self.ranks_per_node)
         if not chosen:
             left_out = self.pool.left_out
             listed = ", ".join(f"{node} ({reason})" for node, reason in left_out.items())
@@ -295,8 +289,8 @@ class SlurmTraining:
         nodes = [node for node in self.pool.healthy() if node not in self.has_container]
         if not nodes:
             return
-        say_node = ["sh", "-c", 'echo "started: $SLURMD_NODENAME"']
-        output = self.supervisor.run_for_output(self.srun_on_nodes(nodes, say_node, limited=True))
+        print_node = ["sh", "-c", 'echo "started: $SLURMD_NODENAME"']
+        output = self.supervisor.run_for_output(self.srun_on_nodes(nodes, print_node, limited=True))
         self.has_container.update(re.findall(r"^ *\d+: started: (.*)", output, re.MULTILINE))
         missing = [node for node in nodes if node not in self.has_container]
         if not missing:
@@ -320,12 +314,12 @@ class SlurmTraining:
         """Resolves the settings in the container of the first node."""
         python = [self.environment.python, *MODULE, "/dev/stdout"]
         output = self.supervisor.run_for_output(self.srun_on_first_node(python + self.args))
-        answer = parse_answer(self.supervisor.last_code, output)
-        if answer.plan:
-            return answer.plan
-        if answer.code in (0, EXIT_USER_ERROR):  # a help page, or an invalid setting
+        code = self.supervisor.last_code
+        if code == EXIT_USER_ERROR:
             print_line(output.rstrip("\n"))
-            raise SystemExit(answer.code)
+            raise SystemExit(code)
+        if code == 0:
+            return parse_plan(output)
         raise StartFailed(
             f"the settings could not be resolved on {self.job.nodes[0]}, for a reason other than their values; see above"
         )
@@ -342,7 +336,7 @@ class SlurmTraining:
         # The checkpoint that initialised the run is not needed once the run has its own.
         paths = [path for path in plan.paths if os.path.exists(path) or not has_begun]
         folders = paths + find_linked_folders(paths)
-        if plan.dry_run:
+        if plan.dry_run or self.is_check:
             return folders
         caches = os.path.join(os.path.dirname(plan.run_folder), CACHES)
         with contextlib.suppress(OSError):
@@ -493,13 +487,15 @@ class SlurmTraining:
             "--rdzv-conf=join_timeout=900,read_timeout=900,keep_alive_max_attempt=999999",
             *plan.rank_command("training.py", folder.settings),
         ]
-        bounds = [
+        srun_limits = [
             "--kill-on-bad-exit=1",
             f"--wait={LAUNCHER_EXIT_SECONDS}",
             f"--immediate={STEP_START_SECONDS}",
         ]
         try:
-            code = self.supervisor.run_training(self.srun_on_nodes(nodes, launcher, bounds), ask)
+            code = self.supervisor.run_training(
+                self.srun_on_nodes(nodes, launcher, srun_limits), ask
+            )
         except DeadlineExceeded:
             print_line(
                 f"{DEADLINE_SECONDS} s before the time limit: the ranks have not stopped yet, and the job does not wait any longer"
@@ -572,7 +568,7 @@ class SlurmTraining:
         """
         self.pool.left_out[node] = reason
         print_line(f"{kind:<11}{node}: {reason}")
-        if self.keeps_record and self.plan and not self.plan.replay:
+        if not self.is_check and self.plan and not self.plan.replay:
             with contextlib.suppress(OSError):
                 last_seen = last_seen or time.time()
                 add_record(self.plan.run_folder, self.job.name, node, kind, reason, last_seen)
@@ -700,10 +696,6 @@ class SlurmTraining:
             print_line(state.outcome.error.rstrip("\n"))
         elif state.code == EXIT_SIGKILL and self.folder:
             print_line(KILLED_LAUNCHER)
-
-    def seconds_for_removal(self) -> float:
-        """Returns how long the job waits for the removal of its containers."""
-        return seconds_for_removal(self.supervisor.stop_signal, slurm.seconds_left(self.job))
 
 
 def is_being_made(data: str) -> bool:

@@ -7,7 +7,7 @@ different names.
     NODE.json       the first failure of a node
     outcome.json    how the training ended
 
-For the cluster's own Python, see host.py.
+It runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import shutil
 from typing import Any, Dict, List
 
 from mamba_fsdp.launch.decision import TrainingOutcome
+from mamba_fsdp.launch.host import read_json
 from mamba_fsdp.run.names import (
     OLD_STOP_VARIABLE,
     OUTCOME,
@@ -70,17 +71,17 @@ class StartFolder:
         """Reads outcome.json. Returns an empty TrainingOutcome if the launchers were killed before
         they could write it.
         """
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            with open(os.path.join(self.path, OUTCOME)) as file:
-                return TrainingOutcome(**json.load(file))
+        with contextlib.suppress(TypeError):
+            return TrainingOutcome(**read_json(os.path.join(self.path, OUTCOME)))
         return TrainingOutcome()
 
     def verdict(self) -> Dict[str, Any]:
         """Reads preflight's verdict: `unfit`, {node: reason}, and `ranks_per_node`."""
-        with contextlib.suppress(OSError, ValueError):
-            with open(os.path.join(self.preflight, VERDICT)) as file:
-                return json.load(file)
-        return {"unfit": {}, "ranks_per_node": 1}
+        return {
+            "unfit": {},
+            "ranks_per_node": 1,
+            **read_json(os.path.join(self.preflight, VERDICT)),
+        }
 
     def remove_outcome(self) -> None:
         """Removes the failures and the outcome before the ranks are restarted."""

@@ -1,6 +1,6 @@
 """Runs the ranks of a training, and restarts them after failures that a restart can fix.
 
-For the cluster's own Python, see host.py.
+It runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 from typing import Callable, Dict

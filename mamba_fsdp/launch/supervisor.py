@@ -1,6 +1,6 @@
 """Runs the commands of a job one after the other, and reacts to signals while they run.
 
-For the cluster's own Python, see host.py.
+It runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import contextlib

@@ -3,7 +3,7 @@ with this program.
 
     python3 mamba_fsdp/launch/tokenize_job.py INPUT [OUT] [--OPTION=VALUE ...]
 
-For the cluster's own Python, see host.py.
+It runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import os
@@ -29,8 +29,8 @@ from mamba_fsdp.launch.host import (
     print_error,
     read_mounts,
     set_python_variables,
+    with_node_setup,
 )
-from mamba_fsdp.launch.node_command import with_node_setup
 from mamba_fsdp.launch.node_watch import guard_nodes
 from mamba_fsdp.launch.supervisor import StopRequested, Supervisor
 

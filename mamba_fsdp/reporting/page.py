@@ -7,8 +7,8 @@ from pathlib import Path
 from mamba_fsdp.errors import UserError, python
 from mamba_fsdp.reporting.charts import make_figure
 from mamba_fsdp.reporting.run_summary import RunSummary, name_runs, summarise_run
-from mamba_fsdp.run.timestamp import utc_timestamp
 from mamba_fsdp.storage.retry import read_text
+from mamba_fsdp.text import utc_timestamp
 
 PROGRAM_FACTS = {  # facts in the event of a start that are for programs and not shown to users
     "code",

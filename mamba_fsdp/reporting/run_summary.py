@@ -14,8 +14,8 @@ import numpy as np
 import yaml
 
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run.layout import list_committed, step_of
-from mamba_fsdp.run.names import CHECKPOINTS, EVALUATIONS, METRICS, SETTINGS
+from mamba_fsdp.run.layout import checkpoints_by_step
+from mamba_fsdp.run.names import EVALUATIONS, METRICS, SETTINGS
 from mamba_fsdp.run.records import (
     best_validation,
     flatten_numbers,
@@ -104,7 +104,7 @@ def summarise_run(folder: Path, name: str) -> RunSummary:
         },
         "best": best_validation(entries),
         "samples": {entry["step"]: entry["samples"] for entry in entries if "samples" in entry},
-        "checkpoints": [step_of(path.name) for path in list_committed(folder / CHECKPOINTS)],
+        "checkpoints": [*checkpoints_by_step(folder)],
     }
     settings = _read_settings(folder / SETTINGS)
     return RunSummary(name, metrics, settings, events, other_records)

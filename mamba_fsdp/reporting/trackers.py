@@ -3,13 +3,13 @@
 import os
 import textwrap
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from mamba_fsdp.errors import UserError, first_line, install_command
+from mamba_fsdp.reporting.console import PrintLine
 from mamba_fsdp.run.names import TENSORBOARD, WANDB_ID
 from mamba_fsdp.run.records import Write, flatten_numbers
 from mamba_fsdp.storage.retry import exists, read_text, write_for_user
@@ -21,7 +21,7 @@ def make_trackers(
     run_folder: Path,
     settings: dict,
     step: int,
-    print_line: Callable[[str], None],
+    print_line: PrintLine,
     write: Write = write_for_user,
 ) -> list[Any]:
     """Returns the trackers that the settings name.
@@ -41,8 +41,8 @@ def make_trackers(
             tracker = WeightsAndBiases(run_folder, settings, write)
         except ConnectionRefusedError as refusal:
             print_line(
-                f"tracker    W&B is off: {refusal}; training continues without it. `wandb login` or WANDB_API_KEY logs in, "
-                "WANDB_MODE=offline records into the run folder"
+                f"tracker    W&B is off: {refusal}; training continues without it. To log in, run `wandb login` or set "
+                "WANDB_API_KEY; to record into the run folder, set WANDB_MODE=offline"
             )
         else:
             print_line(f"tracker    W&B: {tracker.place}")

@@ -72,12 +72,15 @@ def list_committed(checkpoints: str | Path) -> list[Path]:
     return [folder / name for name in committed_names(str(folder), list_names, exists)]
 
 
+def checkpoints_by_step(run: str | Path) -> dict[int, Path]:
+    """Returns {step: committed checkpoint} of a run, oldest first. Does not verify the files."""
+    checkpoints = list_committed(Path(run, CHECKPOINTS))
+    return {step_of(checkpoint.name) or 0: checkpoint for checkpoint in checkpoints}
+
+
 def newest_step(run: str | Path) -> int:
     """Returns the step of a run's newest committed checkpoint; 0 if there is none. Does not verify its files."""
-    checkpoints = list_committed(Path(run, CHECKPOINTS))
-    if not checkpoints:
-        return 0
-    return step_of(checkpoints[-1].name) or 0
+    return max(checkpoints_by_step(run), default=0)
 
 
 def list_unfinished(run: Path) -> list[Path]:

@@ -10,7 +10,8 @@ the lease (.<lease>.<unique>.partial), writes there, and then renames finished f
 process that acquires the lease first moves all other staging folders into its own. After that, every rename by an
 earlier holder fails. Unfinished files of a killed process are in its staging folder and are removed with it.
 
-A run leases its run folder, an export the folder that it creates, and a tokenizing process its part of the input.
+A run leases its run folder. An export leases the folder that it creates. A process that tokenizes leases its part of the
+input.
 """
 
 import contextlib
@@ -29,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from mamba_fsdp.errors import LeaseLostError, StorageError, UserError
-from mamba_fsdp.run.timestamp import utc_timestamp
 from mamba_fsdp.storage.retry import (
     delete,
     exists,
@@ -48,14 +48,14 @@ from mamba_fsdp.storage.retry import (
     write_for_user,
 )
 from mamba_fsdp.storage.typed_json import from_json, parse_object
-from mamba_fsdp.text import escape_unprintable, format_quantity
+from mamba_fsdp.text import escape_unprintable, format_quantity, utc_timestamp
 from mamba_fsdp.this_process import progress
 
 RENEWAL_SECONDS = 5.0
 POLL_SECONDS = 1.0
 # A holder on another machine counts as dead after this long without a renewal.
 EXPIRY_SECONDS = 30.0
-MAX_LEASE_BYTES = 1 << 16  # bytes
+MAX_LEASE_BYTES = 1 << 16
 
 Report = Callable[[str], object]
 
@@ -131,7 +131,7 @@ class Lease:
         self.target = target or file.parent
         self.staging = temporary_path(file)
         self.content: bytes | None = None  # the file's content while this process owns the lease
-        # The snapshot that `is_renewed` found not renewed.
+        # The last snapshot of a lease that its holder did not renew while `is_renewed` waited.
         self.expired: LeaseSnapshot | None = None
         self.closed = threading.Event()
         self.renewal: threading.Thread | None = None
@@ -146,7 +146,7 @@ class Lease:
         """
         while not self.try_acquire(report):
             report(
-                f"waiting    to see whether {self.read_snapshot()} is still alive: it held {self.target}"
+                f"waiting    to see whether {self.read_snapshot()} is still alive, because it used {self.target}"
             )
             self.check_unused(remedy)
 

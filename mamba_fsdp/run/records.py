@@ -18,7 +18,6 @@ from mamba_fsdp.errors import LeaseLostError, UserError
 from mamba_fsdp.run.layout import newest_step
 from mamba_fsdp.run.lease import Lease
 from mamba_fsdp.run.names import EVENTS, LEASE, METRICS, STARTING_REASON, STATUS
-from mamba_fsdp.run.timestamp import utc_timestamp
 from mamba_fsdp.storage.retry import (
     exists,
     open_to_read,
@@ -29,6 +28,7 @@ from mamba_fsdp.storage.retry import (
     write_for_user,
 )
 from mamba_fsdp.storage.typed_json import parse_object
+from mamba_fsdp.text import utc_timestamp
 
 T = TypeVar("T")
 Write = Callable[[Path, str | bytes], object]  # replaces a file, see write_for_user
@@ -48,7 +48,7 @@ class Log:
     failing: whether the last write failed. Its entries stay in memory and are written with the next ones.
     """
 
-    def __init__(self, path: Path, step: int, lease: Lease | None = None) -> None:
+    def __init__(self, path: Path, step: int, lease: Lease) -> None:
         self.path = path
         self.lease = lease
         self.pending = b""
@@ -57,8 +57,7 @@ class Log:
         if step:
             kept = retry_io(lambda: _lines_up_to(path, step), path)
         self.size = len(kept)
-        write = lease.write if lease else write_for_user
-        write(path, kept)
+        lease.write(path, kept)
 
     def write(self, *entries: dict) -> None:
         """Appends entries. If the disk fails, prints a warning once and keeps the entries in memory.
@@ -104,8 +103,7 @@ class Log:
             # Open the file each time: file servers report failed writes when the file is closed, and a restarted server
             # no longer knows which files were open.
             with open(self.path, "ab", buffering=0) as file:
-                if self.lease:
-                    self.lease.check(trying)
+                self.lease.check(trying)
                 end = file.tell()
                 if end != self.size:
                     # If a failed attempt left part of a line, remove it. If someone truncated the file, do not extend
@@ -154,19 +152,19 @@ def iterate_entries(path: Path) -> Iterator[tuple[dict, int]]:
     if not exists(path):
         return
     end = 0
-    is_told = False
+    has_warned = False
     with open_to_read(path) as file:
         for number, line in enumerate(file, 1):
             end += len(line)
             entry = _parse_entry(line)
             if entry is not None:
                 yield entry, end
-            elif line.endswith(b"\n") and not is_told:
+            elif line.endswith(b"\n") and not has_warned:
                 print(
                     f"warning: {path}: line {number} is not an entry of a run; such lines are skipped",
                     file=sys.stderr,
                 )
-                is_told = True
+                has_warned = True
 
 
 def _parse_entry(line: bytes) -> dict | None:
@@ -270,11 +268,11 @@ def read_status(run_folder: Path) -> dict[str, Any]:
         before = lease.read_snapshot()
         status = parse_object(read_bytes(run_folder / STATUS))
         holder = lease.read_snapshot()
-        is_over = not any(look and look.is_alive() is not False for look in (before, holder))
+        is_over = not any(
+            snapshot and snapshot.is_alive() is not False for snapshot in (before, holder)
+        )
         if status.get("status") == "running" and is_over:
-            reason = (
-                f"{holder or 'its process'} exited without a status: killed, or its disk was full"
-            )
+            reason = f"{holder or 'its process'} ended without writing its status: it was killed, or the disk was full"
             status |= {"status": "failed", "step": newest_step(run_folder), "reason": reason}
     return status
 
@@ -340,6 +338,11 @@ def command_seconds(run_folder: Path, until: float) -> float:
         began = moments[start] - events[start]["seconds_to_start"]
         return events[start]["seconds_of_earlier_commands"] + max(0.0, min(ended, until) - began)
     return 0.0
+
+
+def read_starts(run_folder: Path) -> list[dict]:
+    """Returns the events of a run's starts, oldest first. Raises UserError if the file can't be read."""
+    return [event for event in read_events(run_folder) if event.get("event") == "started"]
 
 
 def read_events(run_folder: Path) -> list[dict]:

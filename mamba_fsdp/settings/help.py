@@ -38,7 +38,7 @@ def help_query(arguments: Sequence[str]) -> str | None:
 class Option:
     """An option on a help page."""
 
-    leaf: dataclasses.Field
+    field: dataclasses.Field
     meaning: str
     elsewhere: list[str]  # the option's names in other programs
 
@@ -51,15 +51,15 @@ class Option:
         if is_brief:
             text = first_sentence(text)
         else:
-            text += f" ({describe_type(self.leaf)})"
+            text += f" ({describe_type(self.field)})"
             if self.elsewhere:
                 text += f" Elsewhere: {', '.join(self.elsewhere)}."
         return wrap(
-            text, f"  --{self.leaf.name.rstrip('_')}={format_value(default(self.leaf))}  ", INDENT
+            text, f"  --{self.field.name.rstrip('_')}={format_value(default(self.field))}  ", INDENT
         )
 
     def names(self) -> str:
-        return normalize(self.leaf.name, *self.elsewhere)
+        return normalize(self.field.name, *self.elsewhere)
 
     def matches(self, terms: Sequence[str]) -> bool:
         text = self.names() + normalize(self.meaning)
@@ -87,7 +87,7 @@ class Page:
         for section, kind in self.sections.items():
             here = self.options(kind, {} if is_brief else self.load_entries())
             if is_brief:
-                here = [option for option in here if option.leaf.name in self.usual]
+                here = [option for option in here if option.field.name in self.usual]
             if here:
                 title = f"{section}: {first_sentence(str(kind.__doc__))}"
                 lines += ["", *wrap(section and title)]
@@ -133,22 +133,22 @@ class Page:
                 lines += wrap(f"{name} is not a setting here: {entry.why}")
         if lines:
             return lines
-        names = [name for option in options for name in (option.leaf.name, *option.elsewhere)]
+        names = [name for option in options for name in (option.field.name, *option.elsewhere)]
         names += [part for name in names for part in name.split("_")]
         hint = suggest_name(asked, names, "--help=all lists all", "--help=")
-        raise UserError(f"--help={asked}: no option is about that; {hint}")
+        raise UserError(f"--help={asked}: no option matches; {hint}")
 
     def options(self, kind: type, entries: Mapping[str, Any]) -> list[Option]:
         """Returns the options of the dataclass `kind`.
 
         entries: {a setting of another program: its Entry}; they give the options' names elsewhere."""
         options = []
-        for leaf in dataclasses.fields(kind):
-            elsewhere = leaf.metadata["elsewhere"].split()
+        for field in dataclasses.fields(kind):
+            elsewhere = field.metadata["elsewhere"].split()
             for word, entry in entries.items():
-                if entry.setting == leaf.name != word and "." not in word:
+                if entry.setting == field.name != word and "." not in word:
                     elsewhere.append(word)
-            options.append(Option(leaf, field_docs(kind)[leaf.name], elsewhere))
+            options.append(Option(field, field_docs(kind)[field.name], elsewhere))
         return options
 
 

@@ -65,7 +65,7 @@ class Entry:
             self.values = {WILDCARD: WILDCARD}
         self.values = {**dict.fromkeys(self.ignored), **self.values}
 
-    def translate(self, text: Any) -> Any:
+    def translate_value(self, text: Any) -> Any:
         """Translates a value of the other launcher.
 
         Returns the value for `setting`, or None if the value has no effect here. Raises ValueError if it is not
@@ -95,7 +95,7 @@ class Entry:
         return self.why
 
 
-def translate(entry: Entry, key: str, text: Any) -> tuple[Any, str]:
+def translate_setting(entry: Entry, key: str, text: Any) -> tuple[Any, str]:
     """Translates the setting `key`=`text` of another launcher.
 
     Returns (value, note). The value is for `entry.setting`; it is None if the setting has no effect here. The note for
@@ -104,7 +104,7 @@ def translate(entry: Entry, key: str, text: Any) -> tuple[Any, str]:
     name = key.rpartition(".")[2]
     written = f"{name}={'...' if isinstance(text, list) else text}"
     try:
-        value = entry.translate(text)
+        value = entry.translate_value(text)
     except ValueError as error:
         raise UserError(f"{written}: {error}") from None
     if value is None or not entry.setting:
@@ -148,13 +148,13 @@ def load_entries() -> dict[str, Entry]:
 def find_entry(key: str) -> Entry | None:
     """Returns the entry for the name `key`, with or without a section, or None if there is none. A name that is also a
     setting of this program has an entry only within a section of another launcher."""
-    section, _, leaf = key.rpartition(".")
-    is_ours = leaf in all_settings()
+    section, _, name = key.rpartition(".")
+    is_ours = name in all_settings()
     is_theirs = section in load_table()["sections"].split()
     if key in load_entries():
         return load_entries()[key]
     if is_ours and is_theirs:
-        return load_entries().get(leaf, Entry(leaf, setting=leaf))
+        return load_entries().get(name, Entry(name, setting=name))
     if key in setting_names() or (is_theirs or section in SECTIONS) and not is_ours:
-        return load_entries().get(leaf)
+        return load_entries().get(name)
     return None

@@ -47,17 +47,17 @@ class ParsedSettings:
             self._set(name, text, word)
         else:
             # The suggestion ignores the section, because only the section could be wrong.
-            leaf = word.rpartition(".")[2]
+            short_name = word.rpartition(".")[2]
             entries = other_launchers.load_entries()
             elsewhere = {name: entry.setting or name for name, entry in entries.items()}
             names = ["config", *all_settings()]
-            hint = suggest_name(leaf, names, "--help=all lists them", elsewhere=elsewhere)
+            hint = suggest_name(short_name, names, "--help=all lists them", elsewhere=elsewhere)
             raise UserError(f"{word}: there is no such setting ({self.where}); {hint}")
 
     def _read_entry(self, word: str, text: Any, entry: other_launchers.Entry) -> None:
         if word not in setting_names():
             self.alias_defaults["recipe"] = PUBLISHED  # the other launcher trains with AdamW
-        value, note = other_launchers.translate(entry, word, text)
+        value, note = other_launchers.translate_setting(entry, word, text)
         if note:
             self.notes.append(note)
         if value is not None:

@@ -9,22 +9,24 @@ from mamba_fsdp.model.presets import normalize_name, read_table
 from mamba_fsdp.settings.train_config import OptimizerConfig, ScheduleConfig, all_settings
 
 RECIPES_FILE = Path(__file__).with_name("recipes.yaml")
-LEAVES = {name: leaf for name, (_, leaf) in all_settings().items()}
+FIELDS = {name: field for name, (_, field) in all_settings().items()}
 RECIPES = {
     normalize_name(name): values
-    for names, values in read_table(RECIPES_FILE, LEAVES).items()
+    for names, values in read_table(RECIPES_FILE, FIELDS).items()
     for name in names.split()
 }
 PUBLISHED = "published"
 TUNED = "tuned"  # also a name in RECIPES
-DEMO = "demo"  # the model_name of all models without a preset
-# The width and the tokens per step for which TUNED has a learning rate. It is lower for wider models, and changes with a
-# power of the tokens per step (docs/tuning.md).
+DEMO = "demo"  # model_name of each model without a preset
+# The width and the tokens per step for which the learning rate of TUNED was measured. For other trainings, it is
+# inversely proportional to the width, and proportional to a power of the tokens per step (docs/tuning.md).
 TUNED_WIDTH = 128
 TUNED_BATCH = 2048
 BATCH_EXPONENT = 0.5
-ADAMW_RATIO = 0.5  # the best learning rate of AdamW, divided by that of Muon
-MAX_BATCH_RATIO = 4  # limits what the square root, which was not measured here, can do
+ADAMW_RATIO = 0.5  # the best learning rate of AdamW, divided by the best learning rate of Muon
+MAX_BATCH_RATIO = (
+    4  # the power was not measured for larger batches, so the learning rate does not grow further
+)
 
 
 def recipe_name(model_name: str) -> str:
@@ -58,7 +60,7 @@ def default_recipe(model_name: str, from_weights: bool) -> str:
 def tuned_recipe(usual: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the optimizer and the schedule of the recipe TUNED, with the learning rate for this width and batch.
 
-    The number of ranks is not known here. Without global_batch_size, the batch is that of one rank.
+    The number of ranks is not known here. Without global_batch_size, the learning rate is chosen for the batch of one rank.
 
     usual: the values of all settings without this recipe. chosen: the settings that the user gave."""
     tuned = RECIPES[TUNED]
@@ -72,5 +74,5 @@ def tuned_recipe(usual: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[st
     if values["optimizer"] == "adamw":
         rate *= ADAMW_RATIO
     names = {*vars(OptimizerConfig()), *vars(ScheduleConfig())} - {"recipe"}
-    defaults = {name: default(LEAVES[name]) for name in names}
+    defaults = {name: default(FIELDS[name]) for name in names}
     return defaults | tuned | {"learning_rate": float(f"{rate:.2g}")}

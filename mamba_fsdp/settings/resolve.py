@@ -215,7 +215,7 @@ def find_config_file(name: str) -> Path | None:
         raise UserError(f"config: {name} is a folder; give the path of a YAML file in it")
     same = other_launchers.load_table()["ready_runs"].get(Path(name).stem)
     if same:
-        raise UserError(f"config: there is no file {name}; that run is --config={same} here")
+        raise UserError(f"config: there is no file {name}; use --config={same} for this run")
     if "/" in name or normalize_name(name) not in SPELLINGS:
         hint = f"give a path, a model's name or one of {', '.join(sorted(ready))}"
         raise UserError(f"config: there is no file {name}; {hint}")
@@ -258,8 +258,8 @@ def drop_alternatives(in_file: dict[str, Any], on_line: Mapping[str, Any]) -> No
     Raises UserError if one of the two contains both alternatives. A setting with its default value does not count: a run's
     config.yaml contains both alternatives, one of them with its default.
     """
-    for name, (_, leaf) in all_settings().items():
-        other = leaf.metadata["instead_of"]
+    for name, (_, field) in all_settings().items():
+        other = field.metadata["instead_of"]
         if not other:
             continue
         for place in (on_line, in_file):
@@ -332,8 +332,8 @@ def find_ineffective(
     for name in names:
         value = settings.value(name)
         if value != usual[name] and not settings.has_effect(name):
-            _, leaf = all_settings()[name]
-            sentences[name] = fields.ineffective_message(leaf, value)
+            _, field = all_settings()[name]
+            sentences[name] = fields.ineffective_message(field, value)
     return sentences
 
 
@@ -387,7 +387,7 @@ def note_on_recipe(settings: TrainConfig) -> list[str]:
         return []
     if not taken:
         return []
-    return [f"{', '.join(taken)}: the recipe {name_of_recipe} in {RECIPES_FILE}"]
+    return [f"{', '.join(taken)}: from the recipe {name_of_recipe} in {RECIPES_FILE}"]
 
 
 def default(name: str) -> Any:
@@ -412,7 +412,7 @@ def adopt_model(settings: TrainConfig, model: ModelConfig, source: str) -> Train
             length = recipe(settings.model.model_name)["seq_length"]
             settings = settings.with_values(seq_length=length)
     settings = with_vocabulary_of(settings, model)
-    check_same_model(settings, model, source, "; leave out what differs")
+    check_same_model(settings, model, source, "; leave out the settings that differ")
     settings.check_model()
     notes = find_ineffective(settings, explicit, shape).values()
     return replace(settings, notes=(*settings.notes, *notes))
@@ -499,7 +499,7 @@ def read_resolved(path: Path) -> TrainConfig:
     values = {}
     for section in content["settings"].values():
         for name, value in section.items():
-            _, leaf = all_settings()[name]
-            values[name] = parse(leaf.type, value)
+            _, field = all_settings()[name]
+            values[name] = parse(field.type, value)
     settings = TrainConfig(explicit=frozenset(content["explicit"]), notes=tuple(content["notes"]))
     return settings.with_values(**values)

@@ -155,12 +155,12 @@ class DataConfig:
             return
         if len(self.weights) != len(self.datasets):
             raise UserError(
-                f"weights has {len(self.weights)} values but datasets {len(self.datasets)} names; "
-                "name each dataset of the mixture, and give one weight each"
+                f"weights has {len(self.weights)} values, but datasets has {len(self.datasets)} names; "
+                "give one weight for each dataset"
             )
         if min(self.weights) < 0 or not 0 < sum(self.weights) < math.inf:
             raise UserError(
-                f"weights {self.weights} must not be negative, nor all zero, nor huge in sum"
+                f"weights {self.weights}: no weight can be negative, and their sum must be positive and finite"
             )
 
 
@@ -472,8 +472,8 @@ class TrainConfig:
 
     def has_effect(self, name: str) -> bool:
         """Returns whether the setting `name` has an effect, given the values of the other settings."""
-        section, leaf = all_settings()[name]
-        return has_effect(leaf, self.model if section == "model" else self)
+        section, option = all_settings()[name]
+        return has_effect(option, self.model if section == "model" else self)
 
     def adjusted(self) -> "TrainConfig":
         """Returns a copy in which settings that the user did not give are adjusted to the settings that the user gave, for
@@ -589,12 +589,12 @@ SECTIONS: dict[str, Any] = {
 
 @lru_cache(maxsize=None)
 def all_settings() -> dict[str, tuple[str, dataclasses.Field]]:
-    """Returns {leaf name: (section name, dataclass field)}."""
+    """Returns {field name: (section name, dataclass field)}."""
     settings: dict[str, tuple[str, dataclasses.Field]] = {}
     for section, kind in SECTIONS.items():
-        for leaf in dataclasses.fields(kind):
-            assert leaf.name not in settings, f"two settings are called {leaf.name}"
-            settings[leaf.name] = (section, leaf)
+        for option in dataclasses.fields(kind):
+            assert option.name not in settings, f"two settings are called {option.name}"
+            settings[option.name] = (section, option)
     return settings
 
 

@@ -27,7 +27,6 @@ class Clock:
         self.synchronized = now  # the time of the last collective
         self.rank_seconds = [0.0] * ranks  # own seconds of each rank since the last report
         self.data_wait = 0.0  # seconds spent waiting for data since the last report
-        self.returned_seconds = 0.0  # the sum of all results of new_seconds
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -39,11 +38,9 @@ class Clock:
         self.interval_began += seconds
         self.synchronized += seconds
 
-    def new_seconds(self) -> float:
-        """Returns the seconds of training steps since the last call."""
-        before = self.returned_seconds
-        self.returned_seconds = time.perf_counter() - self.began
-        return self.returned_seconds - before
+    def seconds(self) -> float:
+        """Returns the seconds of training steps since the clock started."""
+        return time.perf_counter() - self.began
 
     def own_seconds(self) -> float:
         """Returns this rank's own seconds since the last collective. Call it right before the forward pass."""
@@ -65,8 +62,8 @@ class Clock:
         There must have been at least one step since.
         """
         steps = step - self.interval_step
-        in_all = time.perf_counter() - self.interval_began
-        return in_all / steps, [seconds / steps for seconds in self.rank_seconds]
+        total = time.perf_counter() - self.interval_began
+        return total / steps, [seconds / steps for seconds in self.rank_seconds]
 
     def next_interval(self, step: int) -> None:
         """Starts the interval of the next report, after `step`."""
@@ -75,12 +72,9 @@ class Clock:
         self.rank_seconds = [0.0] * len(self.rank_seconds)
         self.data_wait = 0.0
 
-    def mean_seconds(self, step: int) -> float | None:
-        """Returns the mean seconds per step since the clock started; None before the end of the first step."""
-        done = step - self.first_step
-        if not done:
-            return None
-        return (time.perf_counter() - self.began) / done
+    def mean_seconds(self, step: int) -> float:
+        """Returns the mean seconds per step since the clock started. Call it after the first step."""
+        return self.seconds() / (step - self.first_step)
 
 
 def delay_metrics(own_seconds: list[float]) -> dict[str, float]:

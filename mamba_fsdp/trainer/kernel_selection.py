@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 import torch
 
 from mamba_fsdp.errors import NodeFault, TransientError, UserError
-from mamba_fsdp.ops import backends as known
+from mamba_fsdp.ops import backends as operators
 from mamba_fsdp.ops.backends import REFERENCE, BackendChoice, resolve_backends
 from mamba_fsdp.ops.fused import VARIES
 from mamba_fsdp.parallel.parallelize import SHARDED_STRATEGIES
@@ -72,7 +72,7 @@ class Candidate:
 
     def backends(self) -> dict[str, str]:
         """Returns {operator: backend} for the operator and, if it is a mixer, for its parts."""
-        parts = known.parts_with(self.operator, self.backend)
+        parts = operators.parts_with(self.operator, self.backend)
         return dict.fromkeys([self.operator, *parts], self.backend)
 
 
@@ -112,7 +112,7 @@ class KernelRecord:
         """Switches this process to the simpler form of each backend that was tested in this form."""
         for candidate in self.candidates:
             if candidate.simpler:
-                known.use_simpler_form(candidate.operator, candidate.backend)
+                operators.use_simpler_form(candidate.operator, candidate.backend)
 
 
 class KernelSelector:
@@ -129,7 +129,7 @@ class KernelSelector:
         self.kernels = settings.training.kernels
         self.uses = settings.operator_uses(device.type)
         self.request = f"kernels={self.kernels} for {self.uses}"
-        self.demanded = known.demands(self.kernels, self.uses)
+        self.demanded = operators.demands(self.kernels, self.uses)
         self.layers = LayerCheck(settings, device, is_sharded)
         self.record = KernelRecord()
         self.path: Path | None = None  # the path of the run's kernels.json
@@ -160,18 +160,18 @@ class KernelSelector:
         """
         record = self.record
         if not record.candidates:
-            found = known.candidates(self.demanded, self.device, self.uses)
+            found = operators.candidates(self.demanded, self.device, self.uses)
             for operator, backend in found:
-                simpler = known.demands_simpler_form(self.kernels, operator)
+                simpler = operators.demands_simpler_form(self.kernels, operator)
                 record.candidates.append(Candidate(operator, backend, simpler=simpler))
         record.use_simpler_forms()
         for candidate in record.candidates:
             if candidate.ended_starts >= MAX_ENDED_STARTS:
-                candidate.verdict = "earlier starts hung or ended while it was tried"
+                candidate.verdict = "earlier starts hung or ended while it was tested"
             elif candidate.verdict:
                 continue
             elif candidate.backends().items() & record.rejected().keys():
-                candidate.verdict = "a part of it is passed over"
+                candidate.verdict = "one of its parts was rejected"
             elif not first_only or candidate.operator not in record.working_operators():
                 with self.attempt(candidate):
                     candidate.verdict = self.validate(candidate)
@@ -205,7 +205,9 @@ class KernelSelector:
         wrong, _ = self.layers.check(REFERENCE | candidate.backends())
         if not wrong:
             return RIGHT
-        if candidate.simpler or not known.use_simpler_form(candidate.operator, candidate.backend):
+        if candidate.simpler or not operators.use_simpler_form(
+            candidate.operator, candidate.backend
+        ):
             return wrong
         candidate.simpler = True
         return self.validate(candidate)
@@ -284,7 +286,8 @@ class KernelSelector:
         self.record.choice, origin = self.select_fastest()
         self.record.write(self.path, write)
         if not any(candidate.ended_starts for candidate in self.record.candidates):
-            with contextlib.suppress(OSError):  # the file only saves the next run the test
+            # The file only spares later runs the tests, so an error is ignored.
+            with contextlib.suppress(OSError):
                 make_folder(shared.parent, parents=True)
                 self.record.write(shared, write_atomically)
         return self.record, origin
@@ -394,7 +397,9 @@ def select_kernels(
 
         def compare() -> None:
             if tested == tested0 and bits != bits0:
-                raise UserError(f"{rank_and_host()}: its bits differ from the results of {where0}")
+                raise UserError(
+                    f"{rank_and_host()}: its results are not bitwise equal to the results of {where0}"
+                )
 
         run_on_all_nodes(world, compare)
     except TransientError:

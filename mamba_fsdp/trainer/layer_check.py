@@ -229,8 +229,8 @@ class LayerCheck:
         for name, tensor in self.results(kind, backends).items():
             bits.update(tensor.reshape(-1).view(torch.uint8).cpu().numpy())
             error = relative_error(tensor, exact[name])
-            usual = relative_error(plain[name], exact[name])
-            allowed = max(TOLERANCES[self.dtype], min(MARGIN * usual, MAX_TOLERANCE))
+            plain_error = relative_error(plain[name], exact[name])
+            allowed = max(TOLERANCES[self.dtype], min(MARGIN * plain_error, MAX_TOLERANCE))
             measured.append((error / allowed, name, error, allowed))
         return Comparison(*max(measured), bits.hexdigest())
 

@@ -66,6 +66,7 @@ class MetricsLogger(contextlib.ExitStack):
         self.on_record = on_record
         self.clock = Clock(step, world.size)
         self.first_step = step + 1
+        self.earlier_step_seconds = context.state.step_seconds  # the sum over earlier starts
         self.interval = settings.report.report_interval.steps(context.schedule.tokens_per_step)
         self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
         # The peak FLOP/s of all devices together; None for an unknown device.
@@ -98,7 +99,7 @@ class MetricsLogger(contextlib.ExitStack):
         world = self.context.world
         state = self.context.state
         schedule = self.context.schedule
-        state.step_seconds += self.clock.new_seconds()
+        state.step_seconds = self.earlier_step_seconds + self.clock.seconds()
         seconds, own_seconds = self.clock.seconds_per_step(state.step)
         tokens_per_second = schedule.tokens_per_step / seconds
         mfu = None
@@ -142,11 +143,8 @@ class MetricsLogger(contextlib.ExitStack):
         )
         if mfu:
             row += f"  MFU {mfu:5.1%}"
-        seconds_per_step = self.clock.mean_seconds(state.step)
-        if seconds_per_step is not None:
-            seconds_left = int(seconds_per_step * (total - state.step))
-            row += f"  left {datetime.timedelta(seconds=seconds_left)}"
-        show(row)
+        seconds_left = int(self.clock.mean_seconds(state.step) * (total - state.step))
+        show(f"{row}  left {datetime.timedelta(seconds=seconds_left)}")
         if state.step == self.first_step:
             self._write_status(state.step, "")
             self.folder.report_node_losses(state.step)

@@ -3,8 +3,8 @@ AdamW.
 
 The algorithm is described in Jordan et al. 2024, kellerjordan.github.io/posts/muon. A step is scaled as in Liu et al.
 2025, Muon is Scalable for LLM Training (arXiv 2502.16982): its elements are as large as in a step of AdamW, so that the
-same learning rate and weight decay are suitable for both. If a parameter consists of several stacked matrices, as
-in_proj with z, x, B, C and dt, they are orthogonalized separately.
+same learning rate and weight decay are suitable for both. If a parameter consists of several stacked matrices, such as
+in_proj with its parts for z, x, B, C and dt, these are orthogonalized separately.
 
 Each parameter has an owner, the one rank that orthogonalizes its matrices. The ranks of the owner's shard group send
 their parts of the momentum to the owner, and the owner sends each rank its part of the step. This takes two
@@ -210,5 +210,5 @@ def _elements_to_send(slot: ParameterSlot, rank: int, owner: int) -> int:
     group = slot.layout.ranks
     if rank // group != owner // group:
         return 0
-    held = slot.part(rank)
-    return held.stop - held.start
+    part = slot.part(rank)
+    return part.stop - part.start

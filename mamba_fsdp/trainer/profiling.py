@@ -32,7 +32,7 @@ def make_profiler(
             table = profile.key_averages().table(
                 sort_by=order, row_limit=ROWS, max_name_column_width=40
             )
-            print_line(f"profile    {STEPS} steps, by time of the device:\n{table}")
+            print_line(f"profile    {STEPS} steps, sorted by device time:\n{table}")
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise each probe prints a line to stderr
     vars(loader)["step"] = torch.profiler.record_function(DATA)(loader.step)

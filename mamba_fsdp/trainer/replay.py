@@ -19,9 +19,9 @@ from mamba_fsdp.interop.places import Origin
 from mamba_fsdp.ops import cpp
 from mamba_fsdp.parallel.world import World, start_world
 from mamba_fsdp.reporting.console import Console, discard_line
-from mamba_fsdp.run.layout import list_committed, step_name, step_of
+from mamba_fsdp.run.layout import checkpoints_by_step, step_name
 from mamba_fsdp.run.names import CHECKPOINTS, EVENTS, KERNELS, STEPS
-from mamba_fsdp.run.records import flatten_numbers, iterate_entries, read_events
+from mamba_fsdp.run.records import flatten_numbers, iterate_entries, read_starts
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.storage.retry import copy_file, exists
 from mamba_fsdp.storage.typed_json import FileName, at_least, from_json
@@ -101,12 +101,12 @@ def find_step_range(run: Path, first: int, count: int) -> StepRange:
 
     Raises UserError if the checkpoint does not exist, or if nothing is recorded after it.
     """
-    kept = {step_of(path.name) or 0: path for path in list_committed(run / CHECKPOINTS)}
+    kept = checkpoints_by_step(run)
     if not kept:
         raise unexpected_path_error(run, "a run with a checkpoint")
     if first < 0:
         first = [*kept][-2:][0]
-    starts = [event for event in read_events(run) if event.get("event") == "started"]
+    starts = read_starts(run)
     restarts = [start["step"] for start in starts if start["step"] > first]
     checkpoints = [step for step in kept if step > first]
     end = min([first + (count or MAX_REPLAYED), *restarts, *([] if count else checkpoints)])
@@ -116,8 +116,8 @@ def find_step_range(run: Path, first: int, count: int) -> StepRange:
     before = [start for start in starts if start["step"] <= first]
     if not recorded or not before or "code" not in before[-1]:
         raise UserError(
-            f"{run} records no step after step {first}, and runs of older versions record none; give --from an earlier "
-            "checkpoint (keep_checkpoints and keep_every keep more)"
+            f"{run} has no record of a step after step {first} (runs of older versions have none at all); give an earlier "
+            "checkpoint with --from (with keep_checkpoints and keep_every, a run keeps more of them)"
         )
     try:
         start = from_json(StartEvent, before[-1])

@@ -303,10 +303,10 @@ def measure_tokens_per_second(settings: TrainConfig) -> float:
         folder = RunFolder(Path(place, "run"))
         make_folder(folder.path / CHECKPOINTS, parents=True)
         folder.lease.acquire(discard_line, "")
-        of_random = settings.with_values(
+        random_start = settings.with_values(
             save_ckpt_path=str(folder.path), load_ckpt_path="", init_from=""
         )
-        start = find_starting_point(of_random, folder.path, world, discard_line)
+        start = find_starting_point(random_start, folder.path, world, discard_line)
         context = RunSetup(start, world, folder, discard_line).make_context()
         steps = loop.iterate_steps(context)
         while len(seconds) < MIN_TIMED_STEPS or sum(seconds) < MIN_TIMED_SECONDS:

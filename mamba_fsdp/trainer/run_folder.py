@@ -4,6 +4,7 @@ import contextlib
 import re
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ class RunFolder:
         self.earlier_seconds = 0.0  # total duration of the run's earlier commands, on rank 0
         # Nodes lost or sick since the previous start, on rank 0.
         self.node_losses: list[dict[str, Any]] = []
+        # These functions of records.py raise LeaseLostError if another process has acquired the folder.
+        self.write_status = partial(records.write_status, self.path, write=self.lease.write)
+        self.add_event: Callable[..., None] = partial(
+            records.add_event, self.path, write=self.lease.write
+        )
 
     def acquire(self) -> None:
         """Creates the folder, acquires its lease, and removes unfinished files of killed runs.
@@ -70,24 +76,14 @@ class RunFolder:
         # Write the status now, so that an earlier `finished` is replaced even if this start is killed.
         self.write_status("running", newest_step(self.path), STARTING_REASON)
 
-    def write_status(self, status: str, step: int, reason: str = "") -> None:
-        """Writes status.json, see `records.write_status`. Raises LeaseLostError and UserError."""
-        records.write_status(self.path, status, step, reason, self.lease.write)
-
-    def add_event(self, event: str, step: int, **facts: object) -> None:
-        """Adds a line to events.jsonl, see `records.add_event`. Raises LeaseLostError."""
-        records.add_event(self.path, event, step, self.lease.write, **facts)
-
     def read_node_losses(self) -> None:
         """Reads which nodes of the run were lost or sick since its last start."""
-        starts = [event for event in records.read_events(self.path) if event["event"] == "started"]
+        last_start = ""
+        for start in records.read_starts(self.path):
+            last_start = str(start.get("time"))
         with contextlib.suppress(OSError):  # a run can continue without this record
-            self.node_losses = read_records(str(self.path))[-MAX_NODE_LOSSES:]
-        if starts:
-            last_start = str(starts[-1].get("time"))
-            self.node_losses = [
-                loss for loss in self.node_losses if str(loss.get("time")) >= last_start
-            ]
+            losses = read_records(str(self.path))[-MAX_NODE_LOSSES:]
+            self.node_losses = [loss for loss in losses if str(loss.get("time")) >= last_start]
 
     def report_node_losses(self, step: int) -> None:
         """Adds an event for each lost or sick node. Called after the first step of this start.

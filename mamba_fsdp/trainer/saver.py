@@ -122,8 +122,7 @@ class Saver:
     def _postpone(self, error: UserError) -> None:
         step = self.context.state.step
         seconds = min(FIRST_PAUSE * 2 ** (self.failures - 1), MAX_PAUSE)
-        seconds_per_step = self.logger.clock.mean_seconds(step) or 1.0
-        seconds_per_step = self.context.world.broadcast_object(seconds_per_step)
+        seconds_per_step = self.context.world.broadcast_object(self.logger.clock.mean_seconds(step))
         self.pause = max(2, math.ceil(seconds / seconds_per_step))
         self.next_attempt = min(step + self.pause, self.context.schedule.total_steps)
         what_next = (

@@ -30,7 +30,7 @@ from mamba_fsdp.trainer import kernel_selection
 from mamba_fsdp.trainer.fingerprint import code_digest
 from mamba_fsdp.trainer.optimizer import LossScale, make_optimizer
 from mamba_fsdp.trainer.run_folder import RunFolder
-from mamba_fsdp.trainer.run_schedule import RunSchedule
+from mamba_fsdp.trainer.schedule import RunSchedule
 from mamba_fsdp.trainer.starting_point import RunData, StartingPoint, find_starting_point
 
 MAX_ESTIMATE_ERROR = 1.2  # the largest ratio of expected to measured memory, see docs/planning.md
@@ -62,11 +62,9 @@ class TrainContext:
         return self.start.data
 
     def environment_fingerprint(self) -> dict[str, Any]:
-        """Returns facts on ranks, device and software.
+        """Returns facts about the ranks, the device and the software. The event of a start records them.
 
-        Together with settings, data and position they determine a step bitwise.
-
-        The event of a start contains them.
+        Together with the settings, the data and the position in it, they determine the results of a step bitwise.
         """
         device = local_machine().device
         if device == "cpu":
@@ -277,7 +275,7 @@ def check_memory(memory: dict[str, int], world: World, print_line: PrintLine) ->
     on_machine = needed * world.local_size
     if not on_gpu and on_machine > 0.4 * available:
         print_line(
-            f"warning    {format_quantity(on_machine, 'B')} of the machine's {format_quantity(available, 'B')}: {MEMORY_ADVICE}"
+            f"warning    the ranks need {format_quantity(on_machine, 'B')} of the machine's {format_quantity(available, 'B')}: {MEMORY_ADVICE}"
         )
 
 

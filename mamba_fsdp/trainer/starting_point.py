@@ -31,7 +31,7 @@ from mamba_fsdp.run.names import SETTINGS
 from mamba_fsdp.run.records import read_events, was_validated
 from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.trainer.run_schedule import (
+from mamba_fsdp.trainer.schedule import (
     RunSchedule,
     expected_time,
     print_length,
@@ -40,7 +40,7 @@ from mamba_fsdp.trainer.run_schedule import (
 )
 
 SAMPLE_LENGTH = 50  # number of tokens generated for each prompt of eval_prompts
-PASSES_TO_WARN_ABOUT = 16  # a step with at least this many forward passes gets a warning
+MIN_PASSES_TO_WARN = 16  # a step with at least this many forward passes gets a warning
 MAX_SAMPLED_TOKENS = 1 << 14  # the limit for all prompts and generated tokens together
 
 
@@ -128,7 +128,7 @@ def find_starting_point(
     try:
         exportable(settings.model)
     except UserError as error:
-        lines.append(f"export     {error}; .pth and this program's own")
+        lines.append(f"export     {error}; export --format=pth works")
     print_data(settings, data, origin, lines.append)
     state, description = initial_state(settings, origin, checkpoint, saved, weights, data)
     print_origin(settings, origin, checkpoint, description, lines.append)
@@ -141,11 +141,11 @@ def find_starting_point(
             validation_due = not was_validated(folder, state.step)
     changed = resolve.changed_settings(settings)
     if validation_data_changed(folder, data):
-        changed = ", ".join(filter(None, [changed, "the data that it is validated on"]))
+        changed = ", ".join(filter(None, [changed, "the validation data"]))
     notes = [*settings.notes, *resolve.note_on_recipe(settings)]
     if changed:
-        kept = f"--config={folder / SETTINGS} keeps the others"
-        notes.append(f"changed since the last start: {changed}; {kept}")
+        remedy = f"--config={folder / SETTINGS} keeps the settings of the last start"
+        notes.append(f"changed since the last start: {changed}; {remedy}")
     return StartingPoint(
         settings=settings,
         origin=origin,
@@ -180,7 +180,7 @@ def adopt_saved(
     if settings.checkpoint.starts_from_model():
         settings = resolve.adopt_model(settings, model, f"{origin.setting} {checkpoint}")
     else:
-        remedy = f"; give the values that are there, or another {origin.setting}"
+        remedy = f"; give the values of the checkpoint, or another {origin.setting}"
         settings = resolve.with_vocabulary_of(settings, model)
         resolve.check_same_model(settings, model, str(checkpoint), remedy)
     if saved.optimizer != settings.optimizer.optimizer:
@@ -283,7 +283,7 @@ def print_origin(
     if origin.is_own and checkpoint:
         other = ""
         if first and not config.loads_own_folder():
-            other = f"; {first} applied to its first start only"
+            other = f"; {first} was used for its first start only"
         print_line(f"resumes    from {checkpoint.path}, step {checkpoint.contents.step}{other}")
     elif origin.setting:
         print_line(f"starting   from {origin_description}")
@@ -318,7 +318,7 @@ def print_passes(
     """
     samples = settings.training.batch_size * ranks // settings.parallel.context_parallel
     passes = global_batch // samples
-    if passes < PASSES_TO_WARN_ABOUT or "global_batch_size" in settings.explicit:
+    if passes < MIN_PASSES_TO_WARN or "global_batch_size" in settings.explicit:
         return
     print_line(
         f"warning    a step takes {passes} passes of {samples} samples, since {settings.model.model_name}'s recipe has a global "

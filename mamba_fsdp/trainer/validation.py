@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import pad_sequence
 from mamba_fsdp.conventions import IGNORED_LABEL
 from mamba_fsdp.data.loader import Batch, evaluation_batches, evaluation_windows
 from mamba_fsdp.data.selection import representative_source
-from mamba_fsdp.data.source import Source
 from mamba_fsdp.data.text import bits_per_byte, count_words_and_bytes, predicted_spans
 from mamba_fsdp.data.tokenizer import load_for_prompts
 from mamba_fsdp.errors import UserError
@@ -74,9 +73,16 @@ def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: S
 
     with logger.clock.paused():
         for name, source in sources.items():
-            found = sum_losses(
-                context.parallel.module, _batches(context, source, limit), world, is_stopped
+            batches = evaluation_batches(
+                source,
+                str(source.path),
+                context.settings.data,
+                context.loader.batch_shape,
+                vocab_size=context.settings.model.vocab_size,
+                limit=limit,
+                stride=seq_length,
             )
+            found = sum_losses(context.parallel.module, batches, world, is_stopped)
             if found is None:
                 return False
             sums[name] = found
@@ -132,19 +138,6 @@ def _count_predicted_bytes(context: TrainContext, limit: int) -> dict[str, float
         _, size = count_words_and_bytes(source, spans)
         sizes[name] = size * len(windows) / len(decoded)
     return sizes
-
-
-def _batches(context: TrainContext, source: Source, limit: int) -> Iterator[Batch]:
-    """Yields this rank's batches of a source. limit: the maximum number of windows; 0 means all."""
-    return evaluation_batches(
-        source,
-        str(source.path),
-        context.settings.data,
-        context.loader.batch_shape,
-        vocab_size=context.settings.model.vocab_size,
-        limit=limit,
-        stride=context.settings.data.seq_length,
-    )
 
 
 @torch.no_grad()
@@ -211,8 +204,8 @@ def sum_losses(
     for batch in batches:
         if is_stopped and is_stopped(int(tokens)):
             return None
-        here = batch.to(world.device)
-        nats += float(batch_loss(module, here))
+        on_device = batch.to(world.device)
+        nats += float(batch_loss(module, on_device))
         weight += batch.total_weight()
         tokens += float((batch.labels != IGNORED_LABEL).sum())
     return LossSums(*world.all_reduce_sum([nats, weight, tokens]))

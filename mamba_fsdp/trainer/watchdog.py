@@ -46,7 +46,7 @@ def _watch(minutes: float, rank: int, ended: threading.Event) -> None:
 def _end_process(minutes: float, rank: int) -> None:
     wrong = (
         f"rank {rank} made no progress for {minutes:g} minutes (timeout_minutes). "
-        "Either it is stuck, or it waits for a rank that is"
+        "Either it is stuck, or it waits for a rank that is stuck"
     )
     print(f"\nerror: {wrong}. The stacks of its threads:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(all_threads=True)

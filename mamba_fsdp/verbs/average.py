@@ -14,8 +14,7 @@ from pathlib import Path
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import setting
 from mamba_fsdp.importing.kinds import unexpected_path_error
-from mamba_fsdp.run.layout import list_committed, step_of
-from mamba_fsdp.run.names import CHECKPOINTS
+from mamba_fsdp.run.layout import checkpoints_by_step
 from mamba_fsdp.verbs import evaluate
 
 
@@ -32,7 +31,7 @@ class Options:
 
 
 def main(run: str, out: str = "", *, options: Options) -> None:
-    kept = {step_of(path.name): path for path in list_committed(Path(run, CHECKPOINTS))}
+    kept = checkpoints_by_step(run)
     if not kept:
         raise unexpected_path_error(run, "a run with checkpoints")
     steps = options.steps or [*kept][-options.last :]
@@ -46,7 +45,8 @@ def main(run: str, out: str = "", *, options: Options) -> None:
     total = sum(weights)
     if len(weights) != count or min(weights) < 0 or not 0 < total < math.inf:
         raise UserError(
-            f"--weights: give {count} numbers, one for each checkpoint; none negative, not all 0, and their sum finite"
+            f"--weights: give {count} numbers, one for each checkpoint; no weight can be negative, and their sum must be "
+            "positive and finite"
         )
     if options.evaluate:
         evaluate.find_stores(options.evaluate, run)  # raises UserError early if it is not data

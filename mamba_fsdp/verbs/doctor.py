@@ -13,7 +13,7 @@ def main() -> int:
     """Runs all checks and prints a line for each. Returns the exit code: 1 if any check fails, otherwise 0."""
     failed = False
     for check in CHECKS:
-        finding = check.make()
+        finding = check.run()
         Console().print_line(f"{finding.verdict:<5}{check.name:<16}{finding.text}")
         failed |= finding.verdict == "FAIL"
     return int(failed)

@@ -90,7 +90,7 @@ def main(model: str, data: str = "", *, options: CommandConfig) -> None:
     if not options.follow:
         check_place(model)
     if bool(data) == bool(options.tasks):
-        raise UserError("give either DATA or --tasks=NAME,... to evaluate the model on")
+        raise UserError("evaluate: give either DATA or --tasks=NAME,...")
     # Importing torch takes seconds; mistakes in the arguments are reported before.
     if options.tasks:
         if importlib.util.find_spec("lm_eval") is None:

@@ -33,7 +33,13 @@ from mamba_fsdp.reporting.console import describe_share, print_field
 from mamba_fsdp.run.layout import newest_step
 from mamba_fsdp.run.names import EVALUATIONS, METRICS, MODEL_CONFIG, SETTINGS, STATUS, TASK_RESULTS
 from mamba_fsdp.run.node_record import read_records
-from mamba_fsdp.run.records import best_validation, read_entries, read_events, read_status
+from mamba_fsdp.run.records import (
+    best_validation,
+    read_entries,
+    read_events,
+    read_starts,
+    read_status,
+)
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.settings.resolve import read_run
 from mamba_fsdp.storage.retry import is_file
@@ -148,8 +154,7 @@ def _show_settings(run: Path) -> None:
     except UserError as error:
         print_field("settings", error)
         return
-    starts = [event for event in read_events(run) if event.get("event") == "started"]
-    for start in starts[-1:]:
+    for start in read_starts(run)[-1:]:
         print_field("last start", f"{start.get('time')}, from {start.get('from')}")
     if settings:
         print_field(
@@ -267,7 +272,7 @@ def show_store(place: PathInfo, verify: bool) -> int:
     print_field("token store", path)
     if verify:
         store.verify()
-        print_field("verified", "all bytes read, every file has its size and checksum")
+        print_field("verified", "every byte was read; all sizes and checksums are correct")
     print_field(
         "tokens", f"{store.token_count:,} in {format_count(store.document_count, 'document')}"
     )

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = 10**9
 MAX_HOURS = 366 * 24
-CHOSEN_BY_HOURS = {"d_model", "n_layer", "num_steps", "num_epochs", "save_ckpt_path"}
+CHOSEN_SETTINGS = {"d_model", "n_layer", "num_steps", "num_epochs", "save_ckpt_path"}
 
 
 @condition("a training to plan (without --hours)")
@@ -185,7 +185,7 @@ def find_data(
     args: {name: text} of the settings on the command line. tokens: the number of tokens of data that does not exist yet,
     or 0 if it exists. Returns (`args` with the settings that follow from the data, number of tokens). Raises UserError if
     there is no data, or if `args` contains a setting that --hours chooses."""
-    for name in CHOSEN_BY_HOURS & args.keys():
+    for name in CHOSEN_SETTINGS & args.keys():
         raise UserError(f"{name}: plan chooses it with --hours; leave it out")
     model_name = settings.model.model_name
     if "d_intermediate" in preset(model_name):
@@ -282,7 +282,7 @@ def report_lines(
     if best_fitting:
         yield table_line("best", best_fitting)
     else:
-        yield "nothing that was tried fits; take more nodes, a smaller model or seq_length, or larger devices"
+        yield "none of the tried settings fit; use more nodes, a smaller model or seq_length, or larger devices"
     if "intervals" in figures:
         yield from failure_lines(figures)
 
@@ -356,7 +356,7 @@ def measured_seconds(run: Path) -> dict[str, float]:
     ]
     if not writes:
         raise UserError(
-            f"--measured={run}: its events.jsonl has no save after which the training continued; give another run"
+            f"--measured={run}: its events.jsonl records no save after which the training continued; give another run"
         )
     stalled = sum(entry.get("checkpoint_stall_seconds", 0) for entry in read_entries(run / METRICS))
     measured = {"save": stalled / len(writes), "write": median(writes)}

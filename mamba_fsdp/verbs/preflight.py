@@ -65,7 +65,7 @@ def report(folder: Path, settings_file: Path) -> None:
         "code": code_digest(),
         "mistake": find_mistake(settings),
         "ranks": machine.processes_per_node(),
-        "findings": {check.name: asdict(check.make()) for check in JOB_CHECKS},
+        "findings": {check.name: asdict(check.run()) for check in JOB_CHECKS},
     }
     try:
         write_object(folder / f"{node}.json", content)

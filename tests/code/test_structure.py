@@ -11,23 +11,23 @@ import pytest
 # {folder of the library: the tokens that it may have, without comments and docstrings}. A feature that needs more raises its
 # folder's limit in the same commit, whose message says why. A commit that needs fewer may lower it.
 MAX_TOKENS = {
-    ".": 5_357,
+    ".": 5_333,
     "checkpoint": 9_048,
     "data": 9_825,
     "importing": 18_320,
     "inference": 4_229,
     "interop": 12_378,
-    "launch": 23_510,
+    "launch": 23_181,
     "model": 11_173,
     "ops": 36_868,
     "parallel": 7_060,
     "planning": 7_012,
-    "reporting": 3_956,
-    "run": 4_556,
-    "settings": 9_821,
+    "reporting": 3_935,
+    "run": 4_561,
+    "settings": 9_823,
     "storage": 3_189,
-    "trainer": 23_223,
-    "verbs": 8_604,
+    "trainer": 22_998,
+    "verbs": 8_564,
 }
 NOT_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch22
 
 def test_a_package_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    found = Check("packages", checks.find_packages).make()
+    found = Check("packages", checks.find_packages).run()
     assert found.verdict == "FAIL" and "ModuleNotFoundError: import of datasets" in found.text
 
 
@@ -28,12 +28,12 @@ def test_efa_devices_are_known_by_their_driver(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "EFA_FOLDER", tmp_path)
     assert checks.find_efa() == "2 EFA devices"
     monkeypatch.setattr(checks, "EFA_FOLDER", tmp_path / "nowhere")
-    assert Check("EFA", checks.find_efa).make() == Finding("-", "0 EFA devices")
+    assert Check("EFA", checks.find_efa).run() == Finding("-", "0 EFA devices")
 
 
 def test_efa_devices_need_a_library_that_nccl_looks_for(monkeypatch):
     find = Check("EFA plugin", checks.find_efa_plugin)
-    assert find.make() == Finding("-", "no EFA devices")
+    assert find.run() == Finding("-", "no EFA devices")
     monkeypatch.setattr(checks, "count_efa_devices", lambda: 4)
     monkeypatch.delenv("NCCL_NET_PLUGIN", raising=False)
 
@@ -42,9 +42,9 @@ def test_efa_devices_need_a_library_that_nccl_looks_for(monkeypatch):
             raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    assert find.make().verdict == "FAIL"
+    assert find.run().verdict == "FAIL"
     monkeypatch.setenv("NCCL_NET_PLUGIN", "ofi")
-    assert find.make() == Finding("ok", "libnccl-net-ofi.so")
+    assert find.run() == Finding("ok", "libnccl-net-ofi.so")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_efa_devices_need_a_library_that_nccl_looks_for(monkeypatch):
 def test_gpus_that_slurm_assigned_must_be_shown_by_the_driver(assigned, verdict, said, monkeypatch):
     monkeypatch.setattr(machine, "list_driver_gpus", lambda: ["NVIDIA A100"])
     monkeypatch.setattr(machine, "count_assigned_gpus", lambda: assigned)
-    found = Check("GPUs", checks.find_gpus).make()
+    found = Check("GPUs", checks.find_gpus).run()
     assert found.verdict == verdict and said in found.text
 
 
@@ -67,7 +67,7 @@ def test_a_gpu_that_torch_has_no_code_for_is_a_mistake(monkeypatch, capability, 
     monkeypatch.setattr(torch.cuda, "get_device_properties", [about].__getitem__)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_86", "sm_90a"])
     (check,) = (check for check in preflight.JOB_CHECKS if check.name == "torch's code")
-    found = check.make()
+    found = check.run()
     assert check.exit_code == 2 and (found.verdict == "ok") == fits
     assert fits or "was not compiled for NVIDIA B200 (sm_100), only for sm_80" in found.text
     assert checks.find_torch_gpus() == f"192 GiB, sm_{major}{minor}, 2250 TFLOP/s in bf16"
@@ -83,7 +83,7 @@ def test_environments_that_do_not_belong_to_the_checkout(tmp_path, stamp):
 
 def test_an_installed_package_has_no_checkout_to_agree_with(tmp_path, monkeypatch):
     monkeypatch.setattr("mamba_fsdp.errors.PROJECT", tmp_path)
-    finding = next(check for check in checks.CHECKS if check.name == "environment").make()
+    finding = next(check for check in checks.CHECKS if check.name == "environment").run()
     assert finding.verdict == "ok" and "an installed package" in finding.text
     assert command("tokenize") == "mamba-fsdp tokenize" and python() == "python"
 

@@ -14,7 +14,7 @@ REFUSED = {
     "PROCESSES_PER_NODE=all": "PROCESSES_PER_NODE=all: expected an integer of at least 1",
     "GPUS_PER_NODE=0": "GPUS_PER_NODE=0: expected an integer of at least 1",
     "GPUS_PER_NODE=4 PROCESSES_PER_NODE=2": "contradict each other; set only one",
-    "MAX_RESTARTS=-1": "MAX_RESTARTS=-1: expected a non-negative integer",
+    "MAX_RESTARTS=-1": "MAX_RESTARTS=-1: expected an integer of at least 0",
     "PROFILE=yes": "PROFILE=yes: expected torch or nsys",
     "FSX_MOUNT=/mnt/lustre:/fsx": "write /mnt/lustre:/mnt/lustre",
     "MOUNTS=my": "MOUNTS, DATA_PATH or FSX_MOUNT: my: expected the absolute",

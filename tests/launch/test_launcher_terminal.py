@@ -120,7 +120,7 @@ def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, 
     assert "killed by SIGKILL. The most likely cause is that the node ran out of memory" in reason
     assert last.startswith("to resume from step_")
     assert [event["event"] for event in records.read_events(project / "run")].count("started") == 1
-    assert "exited without a status" in (project / "run/status.json").read_text()
+    assert "ended without writing its status" in (project / "run/status.json").read_text()
 
 
 def test_it_trains_on_under_nohup_when_its_window_and_its_reader_have_gone(

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from mamba_fsdp.launch import node_watch
-from mamba_fsdp.launch.nodes import Batch, NodePool, can_divide_batch
+from mamba_fsdp.launch.nodes import Batch, NodePool
 from mamba_fsdp.launch.starts import RankRestarts
 from mamba_fsdp.run.names import NODES
 from mamba_fsdp.run.node_record import add_record, read_records, sick_nodes
@@ -37,7 +37,7 @@ def test_which_nodes_train(case):
     pool = NodePool(NODES_OF_JOB, spare, least)
     pool.left_out = dict.fromkeys(lost.split(), "lost")
     pool.suspected = dict.fromkeys(suspected.split(), "sick")
-    assert pool.choose(lambda count: True) == CHOICES[case].split()
+    assert pool.choose() == CHOICES[case].split()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_which_nodes_train(case):
 def test_the_global_batch_is_shared_by_the_largest_number_of_nodes_that_can(batch, left, count):
     pool = NodePool(NODES_OF_JOB, 0, 1)
     pool.left_out = {node: "lost" for node in NODES_OF_JOB if node not in left}
-    assert len(pool.choose(lambda nodes: can_divide_batch(batch, 4, 2, nodes))) == count
+    assert len(pool.choose(batch, 2)) == count
 
 
 def test_a_node_whose_rank_fails_first_twice_from_one_checkpoint_is_sick():

@@ -78,7 +78,7 @@ def test_options_of_the_shell_do_not_reach_slurms_commands(monkeypatch):
 
 
 def test_a_job_id_that_is_left_over_in_a_shell_is_refused(monkeypatch, says):
-    """Also with the nodes of a job that has ended, as in the shell of an expired salloc."""
+    """It is also refused with the node list of a job that has ended, as in the shell of an expired salloc."""
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     says("squeue", "JOBID\n77\n", "JOBID\n76\n", "JOBID\n")
@@ -91,7 +91,7 @@ def test_a_job_id_that_is_left_over_in_a_shell_is_refused(monkeypatch, says):
 
 
 def test_the_job_of_a_script_or_of_a_salloc_shell_is_found(monkeypatch, says):
-    """Even if the controller does not answer."""
+    """This works even if the controller does not answer."""
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
     says("scontrol", "node1\nnode2\n")

@@ -170,7 +170,7 @@ def test_a_run_whom_wandb_refuses_does_without_it(tmp_path, fake):
     assert make_trackers(tmp_path, settings("wandb"), 0, told.append) == []
     assert len(told) == 2 and "nobody is logged in" in told[0]
     assert (
-        "W&B is off: no route to its server; training continues without it. `wandb login`"
+        "W&B is off: no route to its server; training continues without it. To log in, run `wandb login`"
         in told[1]
     )
 

@@ -1,5 +1,6 @@
 """Tests that the records of a run survive crashes, and that the status of a crashed run is detected."""
 
+import contextlib
 import os
 import re
 from dataclasses import asdict
@@ -10,8 +11,8 @@ import pytest
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run import records
-from mamba_fsdp.run.lease import Holder
-from mamba_fsdp.run.names import STARTING_REASON
+from mamba_fsdp.run.lease import Holder, Lease
+from mamba_fsdp.run.names import LEASE, STARTING_REASON
 from tests.run.test_lease import left_by
 from tests.support.checkpoints import commit_empty
 
@@ -21,27 +22,36 @@ def path(tmp_path):
     return tmp_path / "metrics.jsonl"
 
 
+@pytest.fixture
+def lease(tmp_path):
+    """An acquired lease of the folder."""
+    with contextlib.closing(Lease(tmp_path / LEASE)) as lease:
+        lease.acquire(print, "")
+        yield lease
+
+
 def steps_in(path):
     return [entry["step"] for entry in records.read_entries(path)]
 
 
-def test_resuming_drops_what_the_interrupted_run_wrote_later(path):
+def test_resuming_drops_what_the_interrupted_run_wrote_later(path, lease):
     """A number that is not finite is written as null, because JSON does not have NaN."""
-    metrics = records.Log(path, 0)
+    metrics = records.Log(path, 0, lease)
     for step in range(1, 6):
         metrics.write({"step": step, "loss": 1.0 if step > 1 else float("nan")})
     with open(path, "a") as file:
         file.write('{"step": 6, "lo')  # the crash interrupts the line
-    again = records.Log(path, 3)
+    again = records.Log(path, 3, lease)
     again.write({"step": 4, "loss": 2.0})
     losses = [(entry["step"], entry["loss"]) for entry in records.read_entries(path)]
     assert losses == [(1, None), (2, 1), (3, 1), (4, 2)]
     assert records.latest_values(path.parent) == {"step": 4, "loss": 2}
 
 
-def test_a_log_that_is_cut_short_while_the_run_lives_is_never_made_longer(path, capsys):
-    """For example by logrotate's copytruncate. Invalid lines are skipped with a warning, also by the next start."""
-    metrics = records.Log(path, 0)
+def test_a_log_that_is_cut_short_while_the_run_lives_is_never_made_longer(path, lease, capsys):
+    """logrotate's option copytruncate, for example, truncates a log. Invalid lines are skipped with a warning, also by the
+    next start."""
+    metrics = records.Log(path, 0, lease)
     metrics.write({"step": 1}, {"step": 2})
     os.truncate(path, 0)
     metrics.write({"step": 3}, {"step": 4})
@@ -50,7 +60,7 @@ def test_a_log_that_is_cut_short_while_the_run_lives_is_never_made_longer(path, 
     assert b"\0" not in path.read_bytes() and steps_in(path) == [3, 6]
     said = capsys.readouterr().err
     assert said.count("metrics.jsonl: line 2 is not an entry of a run; such") == 1
-    records.Log(path, 3).write({"step": 4})
+    records.Log(path, 3, lease).write({"step": 4})
     assert steps_in(path) == [3, 4]
 
 
@@ -96,8 +106,8 @@ def test_pauses_between_commands_are_no_time_of_theirs(tmp_path, monkeypatch, ev
     assert records.command_seconds(tmp_path, until=500) == seconds
 
 
-def test_a_full_disk_is_said_in_a_line_and_what_was_to_be_written_waits(path, capsys):
-    metrics = records.Log(path, 0)
+def test_a_full_disk_is_said_in_a_line_and_what_was_to_be_written_waits(path, lease, capsys):
+    metrics = records.Log(path, 0, lease)
     metrics.path = Path("/dev/full")
     metrics.write({"step": 1})
     metrics.write({"step": 2})
@@ -120,7 +130,7 @@ def test_a_run_that_could_not_write_its_end_is_not_called_running(tmp_path, star
     told = records.repair_status(tmp_path)
     assert (told["status"], told["step"]) == (status, step)
     assert records.read_status(tmp_path)["reason"] == told["reason"]
-    why = "exited without a status: killed, or its disk was full"
+    why = "ended without writing its status: it was killed, or the disk was full"
     assert (why in told["reason"]) == (status == "failed")
     events = [event["step"] for event in records.read_events(tmp_path)]
     assert events == ([7] if status == "failed" else [])

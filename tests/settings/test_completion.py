@@ -1,4 +1,4 @@
-"""Completion for bash knows what the help pages know."""
+"""Tests that completion for bash offers the same verbs and options as the help pages."""
 
 import sys
 
@@ -9,7 +9,7 @@ from tests.support.processes import run_program, write_program
 COMMAND = '#!/bin/sh\nexec {python} -m mamba_fsdp "$@"\n'
 
 
-COMPLETIONS = {  # words of a line as bash parts them: some of what may end it
+COMPLETIONS = {  # {the arguments of a command line, as bash splits it: some of the completions for the last one}
     "ge": "generate",
     "generate --to": "--top_k= --top_p= --tokenizer=",
     "plan --schedule =": "cosine wsd linear",

@@ -78,7 +78,7 @@ def test_a_topic_finds_its_setting_or_why_there_is_none():
     assert said.startswith("logical shards is not a setting here: ")
 
 
-BESIDES = {  # what is asked: what is named in place of an option
+BESIDES = {  # {search term: the text that --help=TERM shows in place of an option}
     "early": "early_stopping_patience is not a setting here: a run has its length; a file STOP",
     "patience": "STOP",
     "gpu": "./1.train.sbatch trains on all GPUs",
@@ -99,7 +99,7 @@ UNKNOWN = {
 
 def test_an_unknown_topic_is_an_error_of_one_line():
     for asked, hint in UNKNOWN.items():
-        with pytest.raises(UserError, match="no option is about that; ") as caught:
+        with pytest.raises(UserError, match="no option matches; ") as caught:
             settings_page().text(asked)
         said = str(caught.value)
         assert hint in said and len(said.splitlines()) == 1

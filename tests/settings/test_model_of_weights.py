@@ -1,4 +1,4 @@
-"""Starting from weights: their shape is the model's, and settings that say otherwise are
+"""Tests starts from weights: the model takes their shape, and settings that contradict it are
 refused."""
 
 import pytest
@@ -28,7 +28,7 @@ def test_weights_determine_the_shape_of_the_model():
         ({"model_name": "mamba2-130m"}, "n_layer=24"),
         (
             {"n_layer": 2, "layers": "mamba2"},
-            r"ask for: n_layer=2 \(there 3\); leave out what differs$",
+            r"ask for: n_layer=2 \(there 3\); leave out the settings that differ$",
         ),
     ],
 )

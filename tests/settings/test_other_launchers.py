@@ -1,5 +1,5 @@
-"""What users of other launchers type is answered right: their published settings, each held against
-what is meant."""
+"""Tests that the published settings of other launchers are translated to settings with the same
+meaning."""
 
 from pathlib import Path
 
@@ -40,8 +40,8 @@ def test_a_published_setting_of_another_launcher_is_translated(word):
 
 @pytest.mark.slow
 def test_every_argument_of_the_trainer_is_translated_or_refused():
-    """The value that it has where nothing is given is no mistake, but for None where ours is always
-    something."""
+    """Its default value is accepted, except for None if the corresponding setting here always has a
+    value."""
     import dataclasses
 
     from transformers import TrainingArguments
@@ -65,7 +65,7 @@ def test_each_entry_names_existing_settings():
 
 
 def test_a_missing_config_file_of_another_launcher_names_the_ready_run():
-    with pytest.raises(UserError, match="that run is --config=wikitext103 here"):
+    with pytest.raises(UserError, match="use --config=wikitext103 for this run"):
         resolve.resolve_settings({}, "configs/mamba_130m.yaml")
     with pytest.raises(UserError, match="give a path, a model's name or one of bamba-9b"):
         resolve.resolve_settings({}, "mine.yaml")

@@ -1,5 +1,5 @@
-"""How models are trained: each ready run and recipe resolves, is the model that it names, fits on a few of AWS's machines,
-and is the same by whatever word; what is given changes it and never replaces it."""
+"""Tests the ready runs and recipes. Each can be resolved, describes the model that it names, fits on a few AWS machines, and
+has the same settings under each of its names. A setting that the user gives changes only this setting."""
 
 import re
 
@@ -137,7 +137,9 @@ def test_settings_of_other_launchers_train_with_their_recipes():
         assert settings.lr_schedule.schedule == "fms_cosine" and settings.data.seq_length == 4096
         assert settings.optimizer.learning_rate == 3e-4 and not settings.training.global_batch_size
         recipe_name, _, _ = word.partition("/")
-        assert f"schedule=fms_cosine: the recipe {recipe_name} in " in note_on_recipe(settings)[0]
+        assert (
+            f"schedule=fms_cosine: from the recipe {recipe_name} in " in note_on_recipe(settings)[0]
+        )
     assert resolve_settings({}, "bamba-9b").lr_schedule.schedule == "fms_cosine"
 
 

@@ -1,4 +1,4 @@
-"""Settings: what is written is what is used, and what can't be is refused with the reason."""
+"""Tests that the settings have the values that the user gave, and that impossible settings are refused with the reason."""
 
 import dataclasses
 import re
@@ -98,10 +98,10 @@ MISTAKES = {
     "seq_length=8 data.seq_length=9": "given twice",
     "warmup_ratio=0.1 warmup_steps=5": "excludes warmup_steps=5",
     "dataset_path=a\0b": "contains a NUL character",
-    "weights=1,2 datasets=a": "one weight each",
-    "weights=0,0 datasets=a,b": "all zero",
+    "weights=1,2 datasets=a": "one weight for each",
+    "weights=0,0 datasets=a,b": "positive and finite",
     "weights=1,-1 datasets=a,b": "negative",
-    "weights=1e308,1.5e308 datasets=a,b": "huge in sum",
+    "weights=1e308,1.5e308 datasets=a,b": "positive and finite",
     "global_batch_size=9 batch_size=2": "not a multiple",
     "resuming_dataset=true": "needs load_ckpt_path",
     "resuming_dataset=true load_ckpt_path=a.pth": "needs load_ckpt_path",
@@ -118,7 +118,7 @@ def test_mistakes_are_refused_with_the_reason(given):
     assert MISTAKES[given] in refused(**words(given))
 
 
-# For each need a setting that has it, with a value: settings without which it has no effect, settings with which it has one.
+# {a setting with a value, one for each condition: (settings with which it has no effect, settings with which it has one)}
 POINTLESS = {
     "d_state=8": ("layers=attention", ""),
     "d_conv=3": ("layers=attention", ""),
@@ -378,7 +378,7 @@ def test_the_recipe_of_a_named_model_is_reported():
     assert "learning_rate=0.0003" in note and "the recipe for trained weights (others) in" in note
     (note,) = module.note_on_recipe(resolve(model_name="mamba-130m", batch_size="4"))
     assert note.startswith("seq_length=2048, global_batch_size=256, num_steps=")
-    assert ": the recipe mamba-130m in " in note and "batch_size=4" not in note
+    assert ": from the recipe mamba-130m in " in note and "batch_size=4" not in note
 
 
 DATASET_MISTAKES = {

@@ -216,7 +216,7 @@ def test_a_wrong_state_is_found_where_one_is_handed_to_the_next_token(measure, o
 
 
 def test_a_wrong_gradient_of_a_state_is_found_where_ranks_enable_context_parallel(measure):
-    """Also with documents, of which the first began on an earlier rank."""
+    """The inputs contain documents. The first of them began on an earlier rank."""
     settings = settings_of("mamba1", mixed_precision="bf16", context_parallel=2)
     layers = LayerCheck(settings, CPU)
     assert layers.measure("mamba1", REFERENCE).share < 0.5
@@ -225,7 +225,7 @@ def test_a_wrong_gradient_of_a_state_is_found_where_ranks_enable_context_paralle
 
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2", "mamba3", "attention"])
 def test_ranks_that_enable_context_parallel_are_tested_with_the_state_of_the_documents_before(kind):
-    """Positions of the second of two ranks depend on the first rank's, until a document begins, here after 32."""
+    """The positions of the second of two ranks depend on the first rank until a document begins, in this test after 32."""
     layers = LayerCheck(settings_of(kind, context_parallel=2), CPU)
     model = layers.make_model([kind], REFERENCE)
     rows = Rows(1, 96)
@@ -273,7 +273,7 @@ def test_a_simpler_form_is_taken_where_the_usual_one_is_wrong(tmp_path, monkeypa
 
 @pytest.mark.usefixtures("few_positions")
 def test_a_simpler_form_can_be_demanded(tmp_path, monkeypatch):
-    """As SSD's for a GPU that is lost now and then; elsewhere there is none."""
+    """The simpler form of SSD, for example, helps if a GPU is lost repeatedly. Other operators do not have one."""
     assert demands("ssd=triton-simpler", ["ssd"]) == {"ssd": "triton"}
     with pytest.raises(UserError, match="there is no backend of scan 'triton-simpler'"):
         demands("scan=triton-simpler", ["scan"])
@@ -414,7 +414,7 @@ def test_what_hangs_or_ends_two_starts_is_passed_over(tmp_path, monkeypatch):
     assert start.exitcode == 1
     choice, _ = choose(run)
     assert choice.backends["conv"] == "reference"
-    assert "conv not cpp: earlier starts hung or ended while it was tried" in str(choice)
+    assert "conv not cpp: earlier starts hung or ended while it was tested" in str(choice)
 
     run = tmp_path / "lost" / "run"
     with monkeypatch.context() as lost:
@@ -455,7 +455,9 @@ def test_a_rank_that_alone_finds_it_wrong_is_named(tmp_path):
     here = f"2 the chosen kernels fail on rank 1 on {socket.gethostname()}: "
     assert wrong.startswith(f"{here}gradient of mixer.conv1d.weight over 1 x ")
     assert "off by 2 of its largest" in wrong
-    assert others_bits.startswith(f"{here}its bits differ from the results of rank 0")
+    assert others_bits.startswith(
+        f"{here}its results are not bitwise equal to the results of rank 0"
+    )
     assert "--exclude=NODE" in others_bits
     assert lost.startswith("1 rank 1 on ") and "the GPU is lost: start again" in lost
 

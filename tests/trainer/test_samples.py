@@ -78,7 +78,7 @@ def test_each_source_of_several_has_its_own_validation(train, given, texts, tmp_
     shutil.rmtree(data / "b/validation")
     shutil.copytree(data / "b/train", data / "b/validation")
     said = train(tmp_path / "run", **mixture | {"num_steps": 2})
-    assert "the data that it is validated on" in said
+    assert "the validation data" in said
     first, second = [
         event["validation"] for event in read_events(tmp_path / "run") if "validation" in event
     ]

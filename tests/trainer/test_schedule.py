@@ -12,8 +12,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.fields import Duration
 from mamba_fsdp.settings.resolve import resolve_settings
 from mamba_fsdp.settings.train_config import TrainConfig
-from mamba_fsdp.trainer.run_schedule import schedule_run
-from mamba_fsdp.trainer.schedule import Schedule
+from mamba_fsdp.trainer.schedule import Schedule, schedule_run
 
 
 def fms_cosine(x):
@@ -89,7 +88,7 @@ THEIRS = [
 def test_a_schedule_is_that_of_transformers(function, told, kind, warmup, ours):
     """The factors agree at every step, also after the end.
 
-    The first step there has the factor of 0 steps, and here of 1.
+    In transformers, the first step has the factor of position 0, and here of position 1.
     """
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     make = getattr(optimization, f"get_{function}")

@@ -85,7 +85,7 @@ def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
     train(tmp_path / "run", num_steps=1, **{setting: origin})
     remove(origin)
     said = train(tmp_path / "run", num_steps=2, **{setting: origin})
-    assert f"step_00000001, step 1; {origin} applied to its first start only" in said
+    assert f"step_00000001, step 1; {origin} was used for its first start only" in said
     with pytest.raises(UserError, match=rf"{tmp_path}/run.* another model .*expand=1 \(there 4\)"):
         train(tmp_path / "run", num_steps=3, **{setting: origin}, expand=1)
     with pytest.raises(UserError, match=str(origin)):

@@ -101,7 +101,7 @@ TEXT_INPUTS = ["rows.jsonl", "rows.csv", "rows.parquet", "saved"]
 def test_text_of_each_format_becomes_a_store(enter, store, home, source):
     enter(f"get_dataset.py {source} data/of_{source} {TOKENIZER} --validation_fraction=0")
     assert read_back(home / f"data/of_{source}/train") == ROWS
-    assert "every file has its size and checksum" in enter(
+    assert "all sizes and checksums are correct" in enter(
         f"mamba-fsdp inspect data/of_{source} --verify"
     )
 

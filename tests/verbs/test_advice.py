@@ -1,5 +1,5 @@
-"""Who follows the advice of a message gets there: the mistake is made, the advice is taken from the message itself,
-followed, and works."""
+"""Tests the advice in error messages: each test makes a mistake, follows the advice in its message, and expects that the
+result works."""
 
 import datetime
 import json
@@ -46,7 +46,7 @@ MINE = f"{TRAIN} --dataset_path=data/builtin"
 IDS = "--tokenizer=none --pack=none"
 FREE = TRAIN.replace("--vocab_size=320 ", "")
 SHAPE = "--vocab_size=320 --d_model=16 --n_layer=2 --d_state=4 --headdim=8"
-RESHAPED = f"{TRAIN.replace(SHAPE, '')} --dataset_path=data/builtin"  # the weights give the shape
+RESHAPED = f"{TRAIN.replace(SHAPE, '')} --dataset_path=data/builtin"  # the model takes the shape of the weights
 # The settings of runs/demo.
 DEMO = (
     "train --dry_run --recipe=published --dataset_path=data/builtin --d_model=16 --n_layer=2 --vocab_size=300 --d_state=4 --seq_length=32 "
@@ -59,11 +59,11 @@ PREPARED = [
     "tokenize texts large --tokenizer=train:500",
     f"tokenize ids.jsonl noend --text_column=ids {IDS} --vocab_size=400 --validation_fraction=0",
 ]
-# Not followed here, since it takes what these tests lack: Slurm's and the driver's (launch/, doctor, preflight, kernel_selection:
-# tests/slurm and tests/launch make these mistakes), GPUs and their memory, several ranks, the Hub, packages to install, full
-# or failing disks, and files to copy or download again.
-# A mistake: what its message advises, as a regular expression, and what follows it, with the expression's groups. What
-# follows a command is the whole command line, or words to add to the mistake.
+# These tests do not follow advice that needs Slurm, GPUs, several ranks, the Hub, other packages, a full or failing disk, or files
+# that are copied or downloaded again. tests/slurm and tests/launch cover the messages of the launcher, doctor and preflight.
+#
+# {a command line with a mistake: (a regular expression for the advice in its message, the steps that follow the advice)}. A step
+# can contain groups of the expression. It is a command line, or arguments to add to the command line with the mistake.
 FOLLOWED = {
     # get_dataset.py
     "tokenize b.txt out": (r"did you mean (\S+)\?", "tokenize {0} out"),
@@ -280,7 +280,7 @@ FOLLOWED = {
     ),
     f"{MINE} --training.seed=1 --seed=2": ("give it once", f"{MINE} --seed=2"),
     f"{MINE} --load_ckpt_path=runs/demo": (
-        "leave out what differs",
+        "leave out the settings that differ",
         f"{RESHAPED} --load_ckpt_path=runs/demo",
     ),
     f"{TRAIN} --use_dummy_dataset=true --num_epochs=1".replace("--num_steps=9", ""): (
@@ -433,7 +433,8 @@ def answers(folder, project):
 
 
 def follow(step, mistake, folder, answers):
-    """Runs a step: a shell's command after !, words to add to the mistake after +, or a command line."""
+    """Runs a step: a shell command if it begins with !, arguments to add to the mistake if it begins with +, otherwise a
+    command line."""
     if step.startswith("! "):
         done = subprocess.run(step[2:], shell=True, cwd=folder, capture_output=True, text=True)
         return done.returncode, done.stderr
@@ -456,7 +457,7 @@ def test_following_the_advice_of_an_error_works(folder, answers, mistake):
         assert code == 0, (step, said)
 
 
-TYPED = {  # words that people type: the settings that they become
+TYPED = {  # {arguments with names that other programs use: the settings that these names mean}
     "--steps=3 --bs=2 --lr=0.1": "num_steps batch_size learning_rate",
     "--max_seq_len=16 --wd=0 --warmup=2": "seq_length weight_decay warmup_steps",
     "--epochs=3 --save_every=2 --log_every=1": "num_epochs checkpoint_interval report_interval",

@@ -1,4 +1,4 @@
-"""What evaluate, generate and report say on a terminal and write for programs."""
+"""Tests what evaluate, generate and report print on a terminal, and the JSON that they write for programs."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""The verb `checkpoints`: what there is and whether it is whole."""
+"""Tests the verb `checkpoints`: it lists the checkpoints of a run, and detects damaged ones."""
 
 import shutil
 

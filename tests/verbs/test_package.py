@@ -1,4 +1,4 @@
-"""What `import mamba_fsdp` gives: functions, whose arguments are checked by name, from any folder."""
+"""Tests the Python interface: its functions, the checks of their arguments, and calls from any folder."""
 
 import inspect
 import os

@@ -1,4 +1,4 @@
-"""What plan says, and what its own advice comes to."""
+"""Tests the output of plan, and that the settings which it recommends have the promised memory and speed."""
 
 import re
 import shlex

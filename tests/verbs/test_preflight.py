@@ -1,4 +1,4 @@
-"""Preflight: every failure is found, names its node and a remedy."""
+"""Tests preflight: it finds every problem, and its message names the node and a remedy."""
 
 import json
 import shutil
@@ -80,7 +80,7 @@ def test_equal_nodes_are_fit(report, judge, monkeypatch):
     )
 
 
-LACKING = {  # what is said of a second node: what it has
+LACKING = {  # {beginning of the message about the second node: the hardware of this node}
     "error: b: the first node can't read a report": None,
     "error: b: it has 4 GPUs": {"gpus": 4, "efa": 4},
     "error: b: it has 3 EFA": {"gpus": 8, "efa": 3},
@@ -120,8 +120,9 @@ def test_a_node_whose_project_folder_is_of_another_version_is_named(folder, repo
 
 
 def test_too_little_space_for_future_checkpoints_is_refused(folder, report, judge, monkeypatch):
-    """mamba-2.8b: 12 bytes a parameter, three kept and one being written. Of a run that has some the next must fit, once
-    those are gone that training would remove: not the newest, nor one that stays."""
+    """mamba-2.8b needs 12 bytes per parameter in each of four checkpoints: three that are kept, and one that is being
+    written. If the run already has checkpoints, only the next one must fit. Checkpoints that training would remove first
+    count as free space."""
     give_space(monkeypatch, 10**10)
     given = {"model_name": "mamba-2.8b", "vocab_size": 50277}
     report("a", **given)
@@ -148,7 +149,7 @@ def test_missing_weights_are_reported_before_training(folder, report, tmp_path, 
     report("a", **{setting: tmp_path / "elsewhere"})
     code, _, wrong = judge("a")
     assert code == 2 and f"{tmp_path}/elsewhere: there is no such" in wrong
-    own = open_run(folder.parent)  # which the run goes on from
+    own = open_run(folder.parent)  # the run resumes from this checkpoint
     own.save(1, shards_of(1), saved_state(resolved().model, TrainState()))
     own.wait()
     report("a", **{setting: tmp_path / "elsewhere"})

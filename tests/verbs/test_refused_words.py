@@ -1,4 +1,4 @@
-"""A mistake is one line that names the remedy, and comes before libraries that take seconds to import."""
+"""Tests that a mistake causes one line with a remedy, printed before libraries are imported that take seconds to load."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the verbs say on a terminal, in full: of all that a training leaves, and of trainings to come."""
+"""Compares the complete output of the verbs with a golden file: for the files that a training leaves, and for planned trainings."""
 
 import importlib
 import json
@@ -13,7 +13,7 @@ import pytest
 from tests.support.checkpoints import flip
 
 TRANSCRIPT = Path(__file__).with_name("transcript.txt")
-# Entries of a run that validated, was started again with another setting, and was measured.
+# Records of a run that was validated, restarted with another setting, and evaluated.
 METRICS = [
     {"step": 4, "loss": 1.5},
     {"step": 5, "val_loss": 2.5, "val_share": 0.25},
@@ -26,7 +26,7 @@ EVENT = {
     "from": "checkpoint step_00000006",
     "changed": "seed 1 -> 2",
 }
-ELSEWHERE = {  # what the machine, the moment and the version decide
+ELSEWHERE = {  # parts of the output that depend on the machine, the time or the version
     r" \d+\.\d+ k?B(?=  )": " SIZE",
     r"(?<=torch )\S+": "VERSION",
     r"20\d\d-\d\d-\d\d \d\d:\d\d": "TIME",

@@ -1,4 +1,4 @@
-"""The verbs on what a training left."""
+"""Tests the verbs on the files that a training has left."""
 
 import os
 
