@@ -1,13 +1,13 @@
 # Completion for bash: source PROJECT/mamba_fsdp/launch/completion.bash
-# The names, and the values that are choices, are those that --help=all of the command shows.
+# It offers the verbs, options and choices that the command lists with --help=all.
 
-declare -A _mamba_fsdp_pages # {command and verb: its page}
+declare -A _mamba_fsdp_pages # {command and verb: its help page}
 
 _mamba_fsdp() {
     local command=${COMP_WORDS[0]} word=${COMP_WORDS[COMP_CWORD]} name='' key page choices verb
     command=${command/#\~/$HOME}
     COMPREPLY=()
-    if [[ $COMP_CWORD -ge 2 && ${COMP_WORDS[COMP_CWORD - 1]} == = ]]; then # bash parts --name=value in three
+    if [[ $COMP_CWORD -ge 2 && ${COMP_WORDS[COMP_CWORD - 1]} == = ]]; then # bash splits --name=value into three words
         name=${COMP_WORDS[COMP_CWORD - 2]}
     elif [[ $word == = ]]; then
         name=${COMP_WORDS[COMP_CWORD - 1]} word=''
