@@ -127,7 +127,7 @@ def test_what_has_changed_is_told_and_nothing_in_the_run_is_touched(train, corpu
     edit(run / "config.2.yaml", f"dataset_path: {corpus}", f"dataset_path: {corpus}/other")
     assert "contains other data than when" in told(run, 4)
     edit(run / EVENTS, '"code": ', '"no code": ')
-    assert "of older versions record none" in told(run, 4)
+    assert "of older versions have none" in told(run, 4)
 
 
 def test_only_numbers_that_a_run_wrote_count_as_compared(train, tmp_path, told):

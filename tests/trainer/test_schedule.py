@@ -109,7 +109,10 @@ def test_every_type_of_the_trainer_is_taken_or_refused_by_name():
         try:
             settings = resolve_settings({"lr_scheduler_type": kind.value})
         except UserError as error:
-            assert f"lr_scheduler_type={kind.value}: this schedule depends on the validation loss" in str(error)
+            assert (
+                f"lr_scheduler_type={kind.value}: this schedule depends on the validation loss"
+                in str(error)
+            )
             refused.add(kind.value)
             continue
         assert settings.lr_schedule.warmup_steps.count == 0 and "schedule" in settings.explicit
