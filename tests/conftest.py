@@ -164,7 +164,7 @@ def user_folder(tmp_path_factory):
     make_dataset(str(folder / "a.txt"), folder / "data/builtin", options)
     given = {"vocab_size": 300, "num_steps": 4, "eval_interval": 0, "eval_batches": -1}
     places = {"dataset_path": folder / "data/builtin", "save_ckpt_path": folder / "runs/demo"}
-    run_training(resolved(**TINY | given | places, recipe="published"), write_model=publish)
+    run_training(resolved(**TINY | given | places), write_model=publish)
     write_model(folder / "runs/demo", folder / "exported/demo")
     return folder
 

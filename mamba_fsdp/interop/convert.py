@@ -154,6 +154,9 @@ def _write_hf(folder: Path, weights: Weights, dtype: str) -> Table:
     if ids["eos_token_id"] is not None:
         set_ids = {kind: number for kind, number in ids.items() if number is not None}
         generation = {"pad_token_id": ids["eos_token_id"], **set_ids}
+        padding = [*range(config.vocab_size, config.padded_vocab_size)]
+        if padding:  # as in our own generation, tokens that only pad the vocabulary are never drawn
+            generation["suppress_tokens"] = padding
         write_object(folder / GENERATION_CONFIG, generation)
     embedding = _read_as(dtype, weights, EMBEDDING)
     fields["torch_dtype"] = str(embedding.dtype).removeprefix("torch.")

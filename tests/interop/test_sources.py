@@ -95,7 +95,8 @@ def test_a_run_is_published_and_exported_with_its_tokenizer(run, source):
         assert (config.eos_token_id, config.max_position_embeddings) == (0, 24)
         assert transformers.AutoTokenizer.from_pretrained(out).eos_token_id == 0
         generation = json.loads((out / "generation_config.json").read_text())
-        assert generation == {"eos_token_id": 0, "pad_token_id": 0}
+        padding = [61, 62, 63]  # of 64 tokens of the padded vocabulary
+        assert generation == {"eos_token_id": 0, "pad_token_id": 0, "suppress_tokens": padding}
         assert_same(read_weights(out), CONFIG, random_state(CONFIG, seed=2))
 
 

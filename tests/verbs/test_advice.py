@@ -39,7 +39,7 @@ for line in sys.stdin:
     print(json.dumps([code, os.pread(said.fileno(), size, 0).decode()]), file=answers, flush=True)
 """
 TRAIN = (
-    "train --dry_run --recipe=published --vocab_size=320 --d_model=16 --n_layer=2 --d_state=4 --headdim=8 --seq_length=32 --batch_size=2 "
+    "train --dry_run --vocab_size=320 --d_model=16 --n_layer=2 --d_state=4 --headdim=8 --seq_length=32 --batch_size=2 "
     "--kernels=reference --num_steps=9"
 )
 MINE = f"{TRAIN} --dataset_path=data/builtin"
@@ -49,7 +49,7 @@ SHAPE = "--vocab_size=320 --d_model=16 --n_layer=2 --d_state=4 --headdim=8"
 RESHAPED = f"{TRAIN.replace(SHAPE, '')} --dataset_path=data/builtin"  # the model takes the shape of the weights
 # The settings of runs/demo.
 DEMO = (
-    "train --dry_run --recipe=published --dataset_path=data/builtin --d_model=16 --n_layer=2 --vocab_size=300 --d_state=4 --seq_length=32 "
+    "train --dry_run --dataset_path=data/builtin --d_model=16 --n_layer=2 --vocab_size=300 --d_state=4 --seq_length=32 "
     "--batch_size=2 --num_steps=9 --kernels=reference"
 )
 PREPARED = [
@@ -216,9 +216,9 @@ FOLLOWED = {
         r"name (\S+)",
         f"{RESHAPED} --init_from={{0}}",
     ),
-    f"{DEMO} --load_ckpt_path=runs/demo --optimizer=muon": (
+    f"{DEMO} --load_ckpt_path=runs/demo --optimizer=adamw": (
         r"(init_from=\S+)",
-        f"{RESHAPED} --optimizer=muon --{{0}}",
+        f"{RESHAPED} --optimizer=adamw --{{0}}",
     ),
     f"{DEMO} --resuming_dataset=true --load_ckpt_path=runs/demo --seq_length=16": (
         r"set (seq_length=\d+)",
@@ -238,9 +238,9 @@ FOLLOWED = {
         r"as in (1/3)",
         f"{MINE} --fsdp_activation_checkpointing=true --selective_checkpointing={{0}}",
     ),
-    "train --dry_run --recipe=published --config=runs/demo": (
+    "train --dry_run --config=runs/demo": (
         "path of a YAML file in it",
-        "train --dry_run --recipe=published --config=runs/demo/config.yaml",
+        "train --dry_run --config=runs/demo/config.yaml",
     ),
     f"{MINE} --config=mamba_130m": (r"--config=(\S+) here", f"{MINE} --config={{0}}"),
     f"{MINE} --eval_prompts=a --validation_path=none": (
@@ -257,7 +257,7 @@ FOLLOWED = {
         f"{RESHAPED} --{{0}}=runs/demo/pth/step_00000004/consolidated.00.pth",
     ),
     f"{MINE} --scheduler.name=polynomial_with_warmup": ("(schedule=polynomial)", f"{MINE} --{{0}}"),
-    "train --dry_run --recipe=published --dataset_path=data/builtin --model_name=mamba2-130m --n_layer=2 --batch_size=4": (
+    "train --dry_run --dataset_path=data/builtin --model_name=mamba2-130m --n_layer=2 --batch_size=4": (
         r"64 passes of 4 samples, .*: (--global_batch_size=\d+) takes one",
         "+ {0}",
     ),
@@ -467,9 +467,7 @@ TYPED = {  # {arguments with names that other programs use: the settings that th
 
 def test_common_spellings_become_the_intended_setting(answers):
     for words, settings in TYPED.items():
-        code, said = answers(
-            f"train --dry_run --recipe=published --dataset_path=data/builtin {words}"
-        )
+        code, said = answers(f"train --dry_run --dataset_path=data/builtin {words}")
         assert code == 0, said
         for name in settings.split():
             assert f" is {name}=" in said
