@@ -15,7 +15,7 @@ from tests.support.terminal import Terminal
 from tests.support.tiny import TINY, resolved
 
 PROJECT = Path(__file__).resolve().parent.parent
-# Equal runs are equal, whatever the machine is busy with: HYPOTHESIS_PROFILE=random tries other examples.
+# Test runs are deterministic, even on a busy machine. HYPOTHESIS_PROFILE=random tries other examples.
 hypothesis.settings.register_profile(
     "random", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -23,7 +23,7 @@ hypothesis.settings.register_profile(
     "equal", hypothesis.settings.get_profile("random"), derandomize=True
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "equal"))
-# What a job, a launcher or a window around the tests says of itself, not of them.
+# Variables of a job, a launcher or a terminal in which the tests run. They must not affect the tests.
 OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "TORCHELASTIC_", "WANDB_")
 OTHER = {
     "RANK",
@@ -48,8 +48,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure():
-    """A shell starts what runs in its background (`tests/run.sh &`) deaf to Ctrl-C, nohup to a closed terminal: all
-    that the tests start, and then try to stop so, would inherit it."""
+    """Restores the default handling of signals that are ignored. A shell starts background processes (`tests/run.sh &`) with
+    SIGINT ignored, and nohup ignores SIGHUP. The programs that the tests start would inherit that."""
     for number, usual in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGHUP, signal.SIG_DFL),
@@ -65,14 +65,14 @@ def pytest_configure():
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """What a test draws without a word of a seed does not depend on the tests before it."""
+    """Seeds the random generators, so that unseeded random values do not depend on earlier tests."""
     random.seed(0)
     np.random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 
 
-# What takes longest begins first, so that no worker is left with it while the others have nothing to do.
+# The longest tests begin first, so that no worker is still busy with one while the others are idle.
 LONGEST_FIRST = [
     "tests/container/test_image.py",
     "tests/readme/",
@@ -87,7 +87,7 @@ LONGEST_FIRST = [
 
 
 def place_in_line(item):
-    file = "/".join(item.path.parts[-3:])  # whichever links lead to the checkout
+    file = "/".join(item.path.parts[-3:])  # independent of symbolic links to the checkout
     for place, start in enumerate(LONGEST_FIRST):
         if file.startswith(start):
             return place
@@ -106,8 +106,8 @@ def project():
 
 @pytest.fixture
 def pythons(project):
-    """{"pinned": the interpreter with torch 2.2, "newest": that with the newest torch}; only for tests of both stacks,
-    which are marked as pinned."""
+    """{"pinned": the interpreter with torch 2.2, "newest": the interpreter with the newest torch}. Only for tests of
+    both stacks, which are marked as pinned."""
     newest = project / ".venv"
     if os.environ.get("MAMBA_FSDP_TEST_STACK") != "torch2.2" or not (newest / ".complete").exists():
         pytest.skip(
@@ -124,7 +124,7 @@ def golden(request):
 
 @pytest.fixture
 def answer(capsys):
-    """answer(verb's module, *words) -> (exit code, stdout, stderr)."""
+    """answer(module of a verb, *arguments) -> (exit code, stdout, stderr)."""
     from mamba_fsdp import command_line
 
     def answer(verb, *words):
@@ -139,7 +139,7 @@ def answer(capsys):
 
 @pytest.fixture
 def call(answer):
-    """call(verb's module, *words) -> (exit code, what was said)."""
+    """call(module of a verb, *arguments) -> (exit code, printed text)."""
 
     def call(verb, *words):
         code, out, err = answer(verb, *words)
@@ -150,7 +150,7 @@ def call(answer):
 
 @pytest.fixture(scope="session")
 def user_folder(tmp_path_factory):
-    """A folder as a user has it after a first training: data/builtin, runs/demo, exported/demo."""
+    """The folder of a user after a first training: data/builtin, runs/demo, exported/demo."""
     from mamba_fsdp.importing.make_dataset import make_dataset
     from mamba_fsdp.interop.convert import publish, write_model
     from mamba_fsdp.settings.dataset_config import DatasetConfig
@@ -171,7 +171,7 @@ def user_folder(tmp_path_factory):
 
 @pytest.fixture
 def in_user_folder(user_folder, monkeypatch):
-    """`user_folder`, and this process is in it."""
+    """`user_folder`, as the working directory of this process."""
     monkeypatch.chdir(user_folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return user_folder

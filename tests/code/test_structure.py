@@ -1,4 +1,5 @@
-"""The floors of docs/architecture.md: a file imports only from its folder and from floors below it, in no circle."""
+"""Checks the floors of docs/architecture.md: a file imports only from its own folder and from floors below it, without
+cycles."""
 
 import ast
 import collections
@@ -8,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-# {folder of the library: the tokens that it may have, without comments and docstrings}. A feature that needs more raises its
-# folder's limit in the same commit, whose message says why. A commit that needs fewer may lower it.
+# {folder of the library: its limit of tokens, without comments and docstrings}. A feature that needs more tokens raises the limit
+# of its folder in the same commit, and the commit message gives the reason. A commit that needs fewer lowers it.
 MAX_TOKENS = {
     ".": 5_333,
     "checkpoint": 9_048,
@@ -34,14 +35,14 @@ NOT_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 
 @pytest.fixture(scope="module")
 def files(project):
-    """{path in the project: the syntax tree of a Python file}, tests left out."""
+    """{path in the project: syntax tree} of the Python files, without tests."""
     places = ("*.py", "benchmarks/*.py", "mamba_fsdp/**/*.py")
     paths = [path for place in places for path in project.glob(place)]
     return {path.relative_to(project): ast.parse(path.read_text()) for path in paths}
 
 
 def floors(project):
-    """{file or folder: its floor, 0 for the ground} as the table in docs/architecture.md says."""
+    """Returns {file or folder: its floor} from the table in docs/architecture.md. The lowest floor is 0."""
     rows = re.findall(
         r"^\| [a-z]+ \| (`.*`) \|$", (project / "docs/architecture.md").read_text(), re.MULTILINE
     )
@@ -54,7 +55,7 @@ def floors(project):
 
 
 def place_of(path, known):
-    """The file or folder of the table in which a file lies; None for a package's own face."""
+    """Returns the file or folder of the table that contains a file; None for the package's __init__.py."""
     places = [str(place) for place in (path, *path.parents) if str(place) in known]
     assert places or str(path) == "mamba_fsdp/__init__.py", (
         f"docs/architecture.md has no floor for {path}"
@@ -63,7 +64,7 @@ def place_of(path, known):
 
 
 def nodes_that_run(tree):
-    """All nodes of a tree but those under `if TYPE_CHECKING:`."""
+    """Yields all nodes of a tree except those below `if TYPE_CHECKING:`."""
     for node in ast.iter_child_nodes(tree):
         if not isinstance(node, ast.If) or ast.unparse(node.test) != "TYPE_CHECKING":
             yield node
@@ -71,7 +72,7 @@ def nodes_that_run(tree):
 
 
 def imported(path, nodes, files):
-    """The files of the project that the nodes of a file import, at its top or later."""
+    """Yields the files of the project that the nodes of a file import, at the top of the file or in functions."""
     for node in nodes:
         names = []
         if isinstance(node, ast.Import):
@@ -88,7 +89,7 @@ def imported(path, nodes, files):
 
 
 def test_imports_run_down_the_floors(project, files):
-    """Also those for types alone."""
+    """This includes imports of types only."""
     known = floors(project)
     wrong = []
     for path, tree in files.items():
@@ -100,7 +101,7 @@ def test_imports_run_down_the_floors(project, files):
 
 
 def test_no_file_imports_itself_on_a_round_trip(files):
-    """But for types: a description and what describes it may name each other."""
+    """Imports of types are exempt, because two classes can refer to each other."""
     graph = {
         path: set(imported(path, nodes_that_run(tree), files)) - {path}
         for path, tree in files.items()
@@ -122,7 +123,7 @@ def test_no_file_imports_itself_on_a_round_trip(files):
 
 
 def test_the_architecture_names_files_that_are_there(project):
-    """Each path in docs/architecture.md: from the top, or inside the library."""
+    """Each path in docs/architecture.md is relative to the project or to the library."""
     text = (project / "docs/architecture.md").read_text()
     named = {
         name
@@ -138,7 +139,7 @@ def test_the_architecture_names_files_that_are_there(project):
 
 
 def test_the_library_has_few_rooms(project):
-    """Folders of the library, and files that stand beside them."""
+    """Counts the folders of the library and its top-level files."""
     library = project / "mamba_fsdp"
     folders = [path for path in library.iterdir() if (path / "__init__.py").exists()]
     files = [path for path in library.glob("*.py") if path.name != "__init__.py"]
@@ -146,7 +147,7 @@ def test_the_library_has_few_rooms(project):
 
 
 def test_imports_of_our_own_name_files_that_are_there(project, files):
-    """Also in benchmarks, which no test runs as a whole."""
+    """Benchmarks are included, because no test runs all of them."""
     for path, tree in files.items():
         for node in ast.walk(tree):
             if not isinstance(node, ast.ImportFrom) or not node.module:
@@ -178,12 +179,12 @@ def test_no_folder_of_the_library_grows_by_accident(project):
     assert above == {}, "these folders have more tokens than MAX_TOKENS allows"
 
 
-# Calls that meet a transient error of a disk, or a pipe in place of a file, without the care of storage/.
+# Calls that handle neither transient errors of a disk nor pipes in place of files, in contrast to storage/.
 FILE_CALLS = re.compile(
     r"open|io\.open|os\.path\.(exists|isfile|isdir)|shutil\.copy\w*"
     r"|.*\.(exists|is_file|is_dir|read_text|read_bytes|write_text|write_bytes)"
 )
-# Who uses them all the same, and why.
+# {file or folder that uses these calls nevertheless: the reason}
 MAY_USE_FILES = {
     "benchmarks": "no part of the library",
     "mamba_fsdp/launch": "runs on the cluster's own Python, or on a node's own disk",
@@ -200,7 +201,7 @@ MAY_USE_FILES = {
 
 
 def test_files_are_used_through_storage(files):
-    """So that one EIO of a file server ends no work, and a pipe in place of a file hangs nothing."""
+    """Then a single EIO of a file server does not end a run, and a pipe in place of a file does not block it."""
     wrong = []
     for path, tree in files.items():
         places = {str(place) for place in (path, *path.parents)}

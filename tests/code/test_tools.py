@@ -1,6 +1,8 @@
-"""The tools of pyproject.toml find nothing: ruff in any Python file, which it has formatted too and which says what it is for (D100,
-D104), the type checker in library and benchmarks, both for the image's Python 3.10, which no test runs in; shellcheck and
-hadolint in the rest."""
+"""Tests that the tools find no problem: ruff in all Python files, which must also be formatted and have module
+docstrings (D100, D104), the type checker in library and benchmarks, shellcheck and hadolint in the other files.
+
+ruff and the type checker assume the image's Python 3.10, because no test runs with it.
+"""
 
 import os
 import sys
@@ -32,7 +34,7 @@ CASES = "<suite><testcase file='a' name='quick' time='1'/><testcase file='a' nam
 
 
 def test_the_tests_end_with_one_line_over_all_parts(tmp_path, capsys):
-    """Above it stand the slowest tests, and parts that took longer than they may, which is no failure."""
+    """It follows the slowest tests and the parts that exceeded their time limit. Exceeding it is not a failure."""
     for name, seconds in (("tests", 30), ("kernels", 3)):
         (tmp_path / f"cpu-{name}.end").write_text(f"0 {seconds} 10\n")
         (tmp_path / f"cpu-{name}.xml").write_text(CASES)

@@ -1,4 +1,4 @@
-"""What requirements/build_kernels.sh says when a kernel can't be compiled, with stand-ins for pip and git.
+"""Tests the messages of requirements/build_kernels.sh if a kernel can't be compiled, with stand-ins for pip and git.
 
 tests/container/test_image.py compiles with the real ones.
 """
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.processes import run_program, write_program
 
-# `python -m pip wheel ... SOURCES`: runs setup.py, which stands for the compiler.
+# `python -m pip wheel ... SOURCES`: runs setup.py, which replaces the compiler.
 PYTHON = """#!/bin/sh
 for sources; do :; done
 python3 "$sources/setup.py"

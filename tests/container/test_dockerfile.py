@@ -1,4 +1,4 @@
-"""What can be said of the Dockerfile without building it."""
+"""Tests properties of the Dockerfile that do not require a build."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 def test_every_base_is_named_with_its_registry():
-    """podman and buildah ask which one is meant, or refuse."""
+    """For a name without a registry, podman and buildah ask which registry is meant, or fail."""
     bases = re.findall(r"^FROM (\S+)", (PROJECT / "Dockerfile").read_text(), re.MULTILINE)
     registries = ("docker.io/nvidia/", "docker.io/library/")
     stages = ("${BASE_IMAGE:-", "${DEVEL_IMAGE:-", "kernels-${")
@@ -25,7 +25,7 @@ def read_lines(name):
 
 @pytest.mark.parametrize("stack", ["torch2.2", "current"])
 def test_every_package_of_an_image_is_pinned(stack):
-    """And the wheels of the kernels are for the stack's torch and CUDA, and for the Python that asks for them."""
+    """The wheels of the kernels must match the torch and CUDA of the stack, and its Python."""
     pins = read_lines(f"{stack}.txt")
     for line in pins:
         assert re.fullmatch(r'[a-z0-9-]+==[^;\s]+(; python_version (>=|<) "3\.11")?', line), line
@@ -40,7 +40,7 @@ def test_every_package_of_an_image_is_pinned(stack):
 
 
 def test_the_patch_is_for_the_pinned_triton():
-    """Raising Triton's version without a look at the patch is noticed here, not in a build."""
+    """The test fails if Triton's version is raised without checking the patch."""
     sys.path.insert(0, str(PROJECT / "patches"))
     from apply import PATCHED_VERSION
 

@@ -1,13 +1,14 @@
-"""The Dockerfile builds for real, without a container registry, into an image that works the way Enroot runs images.
+"""Builds the Dockerfile without a container registry, and runs the image like Enroot.
 
-Needs root, buildah, mmdebstrap (apt-get install --no-install-recommends buildah mmdebstrap), network and 16 GB of disk.
-Every step is the Dockerfile's own, the last one too, which goes a user's whole way from text to a trained model. What is
-substituted: a bare Debian stands for NVIDIA's base images, the same with a CUDA compiler for their development image,
-tiny sources for those of the fused kernels (builder.py), and libraries whose functions return errors for CUDA's large
-ones, which nothing calls without a GPU (cuda_stand_ins.py); EFA is left out by INSTALL_EFA=0.
+It needs root, buildah, mmdebstrap (apt-get install --no-install-recommends buildah mmdebstrap), network and 16 GB of
+disk. All steps of the Dockerfile run, including the last one, which runs a user's commands from text to a trained
+model. These parts are replaced: NVIDIA's base images by a bare Debian, their development image by the same with a CUDA
+compiler, the sources of the fused kernels by tiny ones (builder.py), and CUDA's large libraries by libraries with
+functions that return errors, because nothing calls them without a GPU (cuda_stand_ins.py). INSTALL_EFA=0 leaves out
+EFA.
 
-It takes minutes, and is done only if what decides it has changed since the last time, or with CI_ALL=1. The project's own
-code does not: tests/user takes a user's way on the image's stack.
+The test takes minutes. It runs only if one of its inputs has changed since the last time, or with CI_ALL=1. The
+project's own code is not one of these inputs, because tests/user tests it on the stack of the image.
 """
 
 import hashlib
@@ -30,13 +31,13 @@ SOURCES = ["Dockerfile", ".dockerignore", "requirements", "patches", "pyproject.
 
 
 def files_of(*places):
-    """The names of the checkout's files, or of those in these places."""
+    """Returns the names of the checkout's files, or of the files in these folders."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *places]
     return subprocess.check_output(listed, cwd=PROJECT, text=True).split("\0")[:-1]
 
 
 def digest():
-    """Of the files that decide how the image is built."""
+    """Returns a digest of the files that determine how the image is built."""
     found = hashlib.sha256()
     for name in sorted(files_of(*SOURCES)):
         found.update(f"{name}\n".encode() + (PROJECT / name).read_bytes())
@@ -67,13 +68,13 @@ def builder():
 
 @pytest.fixture(scope="module")
 def context(tmp_path_factory):
-    """A copy of the checkout, and beside it folders that must stay out of the image."""
+    """A copy of the checkout. It also contains folders that must not be copied to the image."""
     folder = tmp_path_factory.mktemp("context")
     for name in files_of():
         if (PROJECT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(PROJECT / name, folder / name)
-            # As after `umask 077`: the image must be readable all the same.
+            # The files have the permissions of `umask 077`, and the image must be readable nevertheless.
             (folder / name).chmod(0o600)
     for name in ("data/secret", ".venv/secret", "runs/secret", "model.sqsh"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -83,7 +84,7 @@ def context(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(builder, context, request):
-    """What the first build said. If no test finds fault with the image, it counts as built."""
+    """The output of the first build. If no test finds an error in the image, the build is recorded as successful."""
     failed = request.session.testsfailed
     made_from = digest()
     yield builder.build(context, "app")
@@ -95,7 +96,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(9000)]
 
 
 def test_it_builds_and_its_self_check_passes(built):
-    """Every step runs, with Triton patched; the last one prints the versions and does what a user does."""
+    """Every step runs, and Triton is patched. The last step prints the versions and runs the commands of a user."""
     assert "rank-0-only cache writer put in place" in built
     assert "ok   operators" in built
     assert "torch 2.2.2" in built
@@ -112,7 +113,7 @@ def test_it_builds_and_its_self_check_passes(built):
 
 
 def test_the_fused_kernels_hold_code_for_each_gpu_that_is_wanted(builder, built):
-    """And for no other, although the packages' own lists differ. The versions are the pinned ones."""
+    """They contain code for no other GPU, although the lists of the packages differ. The versions are the pinned ones."""
     said = builder.run(
         "app",
         "for library in /usr/local/lib/python3*/site-packages/*_cuda.*.so; do "
@@ -128,8 +129,8 @@ def test_the_fused_kernels_hold_code_for_each_gpu_that_is_wanted(builder, built)
 
 
 def test_it_works_where_nothing_but_tmp_can_be_written(builder, built):
-    """Under Enroot's conditions python3 is the image's environment, which counts as made from this checkout's
-    requirements; the doctor passes and Triton is still patched."""
+    """Under Enroot's conditions, python3 is the Python of the image's environment, and this environment matches the
+    requirements of the checkout. The doctor passes, and Triton is patched."""
     said = builder.run(
         "app",
         "python3 -c 'import sys; print(sys.prefix); from mamba_fsdp.launch import machine; machine.check_version()'; "
@@ -145,8 +146,8 @@ def test_it_works_where_nothing_but_tmp_can_be_written(builder, built):
 
 
 def test_it_holds_what_running_needs_and_nothing_else(builder, built):
-    """A C compiler and Python's headers for Triton; no other build tools, no package lists, nothing that
-    .dockerignore names."""
+    """It contains a C compiler and Python's headers for Triton. It contains no other build tools, no package lists,
+    and nothing that .dockerignore lists."""
     said = builder.run(
         "app",
         "for tool in gcc git cmake make g++ curl ninja; do command -v $tool || echo no $tool; done; "
@@ -170,7 +171,7 @@ def test_it_holds_what_running_needs_and_nothing_else(builder, built):
 COLD_KERNEL = """
 import pathlib, re, subprocess, triton, triton.language as tl
 
-package = pathlib.Path(triton.__file__).parent  # a libcuda that can be linked and loaded, for there is no driver here
+package = pathlib.Path(triton.__file__).parent  # a libcuda that can be linked and loaded, because this machine has no driver
 used = (package / 'runtime/backends/cuda.c').read_text() + (package / 'compiler/make_launcher.py').read_text()
 functions = set(re.findall(r'\\b(cu[A-Z]\\w+)\\s*\\(', used))
 pathlib.Path('/tmp/stub.c').write_text(''.join(f'int {name}(void) {{ return 999; }}' for name in functions))
@@ -187,8 +188,8 @@ print('stages:', *triton.compile(double, signature={0: '*fp32'}, constants={1: 6
 
 
 def test_triton_compiles_in_it(builder, built):
-    """A cold kernel goes all the way to machine code and a compiled launcher with what the image holds; only rank 0
-    shares it."""
+    """A new kernel is compiled to machine code, and its launcher too, with the tools in the image. Only rank 0 writes
+    them to the shared cache."""
     script = (
         "export TRITON_CACHE_DIR=/tmp/shared TRITON_LIBCUDA_PATH=/tmp LD_LIBRARY_PATH=/tmp; "
         f"cat > /tmp/kernel.py <<'END'\n{COLD_KERNEL}\nEND\n"

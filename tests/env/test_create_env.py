@@ -1,7 +1,7 @@
-"""0.create_env.sh: quick when there is nothing to do, clear when it can't, and never content with a half-made
+"""Tests 0.create_env.sh: it is fast if nothing has changed, explains why it fails, and never accepts an incomplete
 environment.
 
-The script runs on a copy of the checkout's files with a requirements list that needs no download.
+It runs on a copy of the checkout's files, with requirements that need no download.
 """
 
 import os
@@ -34,7 +34,7 @@ def build_editable(folder, settings=None, metadata=None):
 
 @pytest.fixture(scope="session")
 def quick_python(tmp_path_factory):
-    """An interpreter whose `-m venv` copies an environment that is there, where the true one takes seconds."""
+    """A Python whose `-m venv` copies an existing environment, because the real command takes seconds."""
     folder = tmp_path_factory.mktemp("python")
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     script = f"""#!/bin/sh
@@ -46,14 +46,14 @@ exec '{sys.executable}' "$@"
 
 @pytest.fixture
 def create(project, tmp_path, monkeypatch, request):
-    """create(*words, **environment) -> the finished process, in tmp_path."""
+    """create(*arguments, **environment): runs the script in tmp_path and returns the finished process."""
     shutil.copy(project / "0.create_env.sh", tmp_path)
     (tmp_path / "pyproject.toml").write_text(PYPROJECT)
     (tmp_path / "backend.py").write_text(BACKEND)
     (tmp_path / "requirements").mkdir()
     for name in ("cpu", "current", "torch2.2", "dev"):
         (tmp_path / "requirements" / f"{name}.txt").write_text("# nothing\n")
-    # A disk with room, whatever this machine's has:
+    # A disk with enough space, independent of this machine:
     monkeypatch.setenv(
         *stub(tmp_path / "room", "df", "echo head; echo 'disk 9 0 99000000 0% /'").popitem()
     )
@@ -113,7 +113,7 @@ B200 = "10.0"
     ],
 )
 def test_the_stack_fits_the_driver(create, tmp_path, cuda, gpu, words, stack, warning):
-    """As the requirements say which CUDA each is for; no Python is found here."""
+    """The comments of the requirements determine which CUDA each of them needs. No Python is found in this test."""
     for name, version in (("current", "runtime==13.0.96"), ("torch2.2", "runtime-cu12==12.1.105")):
         line = f'nvidia-cuda-{version}; python_version < "3"\n'
         (tmp_path / "requirements" / f"{name}.txt").write_text(line)

@@ -1,4 +1,4 @@
-"""The project as an installed package: it works without the checkout, from any folder, in an environment of its own."""
+"""Tests the installed package: it works without the checkout, from any folder, in its own environment."""
 
 import re
 import shlex
@@ -22,7 +22,7 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """An environment that holds the package, and beside it only what the tests' own environment has."""
+    """An environment with the package and the other packages of the tests' environment."""
     source = projects.make_project(tmp_path_factory.mktemp("installed") / "source", training=None)
     shutil.copy(projects.PROJECT / "README.md", source)
     venv = projects.make_venv(source)
@@ -46,8 +46,8 @@ def test_it_trains_and_loads_from_another_folder(installed, tmp_path):
 
 
 def test_what_it_depends_on_is_what_the_stacks_install(project):
-    """By name; the versions stand in requirements/ alone."""
-    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    """Only names are compared, because only requirements/ contains versions."""
+    tomllib = pytest.importorskip("tomllib")  # new in Python 3.11
     package = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     for stack in ("cpu", "torch2.2"):
         listed = (project / f"requirements/{stack}.txt").read_text().lower()

@@ -1,4 +1,4 @@
-"""On a machine that is not as ours every command runs, or ends with one line that says what to do."""
+"""Tests unusual machines: every command runs, or ends with one line that explains what to do."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ NOBODY = "unshare --user --map-user=4321 --map-group=4321 env -u HOME"
 READ_ONLY = "mount -t tmpfs -o ro none"
 NO_TMP = f"mkdir -p ro; for d in /tmp /var/tmp ro; do [ ! -d $d ] || {READ_ONLY} $d; done; cd ro"
 
-# {machine: (the shell's words before the command, the command, what a refusal says)}
+# {machine: (shell code before the command, the command, a part of the error message)}
 MACHINES = {
     "a user without a name or a home": (NOBODY, TRAIN, ""),
     "a home that is a file": ("HOME=/etc/passwd", TRAIN, ""),
@@ -41,7 +41,8 @@ MACHINES = {
 
 @pytest.fixture
 def folders(tmp_path):
-    """Folders of another Python: `broken` has packages that can't be imported, `home` no compiled modules."""
+    """Folders of another Python: `broken` contains packages that can't be imported, and `home` contains no compiled
+    modules."""
     for package in ("numpy", "yaml"):
         (tmp_path / "broken" / package).mkdir(parents=True)
         init = tmp_path / "broken" / package / "__init__.py"

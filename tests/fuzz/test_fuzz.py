@@ -1,7 +1,8 @@
-"""Files from anywhere: whatever is in them, a reader gives a result or a line of error, soon and in little memory.
+"""Tests readers with damaged files of any origin: they return a result or an error of one line, quickly and with
+little memory.
 
-A few mutations of each kind of file by default; thousands with FUZZ_ROUNDS=2000. The seed of a failure is in its message:
-FUZZ_SEED=N FUZZ_ROUNDS=1 makes that one again.
+By default, there are a few mutations of each kind of file; FUZZ_ROUNDS=2000 makes thousands. The message of a failure
+contains its seed, and FUZZ_SEED=N FUZZ_ROUNDS=1 repeats it.
 """
 
 import contextlib
@@ -41,7 +42,8 @@ from tests.support.others_tokens import write_fms, write_layout
 from tests.support.small_models import CONFIGS, random_state, write_ours
 
 ROUNDS, SEED = int(os.environ.get("FUZZ_ROUNDS", 30)), int(os.environ.get("FUZZ_SEED", 0))
-SECONDS, MEMORY = 20, 2 << 30  # of a processor, that a reader may take for a file of some kilobytes
+# The limits of processor time and memory for reading a file of some kilobytes.
+SECONDS, MEMORY = 20, 2 << 30
 DOCUMENTS = [[1, 2, 3], list(range(1, 40)), [5] * 7]
 ODD = [
     *(-1, 0, 1, 2**31, 2**63, 10**30, 1e308, float("nan"), True, None),
@@ -50,7 +52,7 @@ ODD = [
 BAD_JSON = (ValueError, TypeError, AttributeError, RecursionError, KeyError, OSError)
 
 
-# What is read: make(folder) writes it, read(folder) reads it as a run or a verb would.
+# The formats: make(folder) writes files, and read(folder) reads them in the same way as a run or a verb.
 
 
 def make_store(folder):
@@ -59,7 +61,7 @@ def make_store(folder):
 
 
 def seal_store(folder):
-    """Whoever makes a store can give it the checksum it asks for."""
+    """Updates the checksum of a store, because anyone who makes a store can do so."""
     with contextlib.suppress(*BAD_JSON):
         index = json.loads((folder / "data/index.json").read_bytes())
         index["checksum"] = _checksum(index)
@@ -87,7 +89,7 @@ def make_checkpoint(folder):
 
 
 def seal_checkpoint(folder):
-    """Whoever makes a checkpoint can give it the checksums it asks for."""
+    """Updates the checksums of a checkpoint, because anyone who makes a checkpoint can do so."""
     for path in (folder / "checkpoints").glob("*/" + COMMIT):
         with contextlib.suppress(*BAD_JSON):
             content = json.loads(path.read_bytes())
@@ -103,13 +105,14 @@ def read_checkpoint(folder):
     checkpoint = find_checkpoint(folder, World.alone(), lambda text: None)
     tensors = CheckpointTensors(checkpoint)
     for name, shape in tensors.shapes.items():
-        if math.prod(shape) < 1 << 20:  # as who reads it has seen that these are the model's shapes
+        # Readers check before that these are the shapes of the model.
+        if math.prod(shape) < 1 << 20:
             tensors.get(name)
     read_saved_run(checkpoint.path)
 
 
 def make_model(folder):
-    """As transformers writes a large one, in two files and an index, and ours."""
+    """Writes a model in the format of transformers, in two files with an index, and in our format."""
     write_ours(folder / "ours", CONFIGS["mamba1"])
     write_model(folder / "ours", folder / "theirs")
     whole = folder / "theirs/model.safetensors"
@@ -155,12 +158,12 @@ def make_fms(folder):
 
 
 def read_tokens(folder):
-    """As get_dataset.py imports them."""
+    """Reads token ids in the same way as get_dataset.py."""
     options = DatasetConfig("none", eos_token="0", vocab_size=1 << 17, validation_fraction=0)
     make_dataset.make_dataset(str(folder / "data"), folder / "out", options)
 
 
-READERS = {  # name: (make, read, seal: what makes checksums fit again, which half of the mutations get)
+READERS = {  # {name: (make, read, seal)}; seal updates the checksums, and is called for half of the mutations
     "store": (make_store, read_store, seal_store),
     "checkpoint": (make_checkpoint, read_checkpoint, seal_checkpoint),
     "model": (make_model, read_models, None),
@@ -171,11 +174,11 @@ READERS = {  # name: (make, read, seal: what makes checksums fit again, which ha
 }
 
 
-# What is done to them
+# The mutations
 
 
 def mutated(content, random):
-    """Some bytes in place of `content`."""
+    """Returns `content` with some bytes changed."""
     at, length = random.randrange(len(content) + 1), random.randrange(1, 64)
     kind = random.randrange(6)
     if kind == 0:
@@ -184,7 +187,7 @@ def mutated(content, random):
         return content[:at] + content[at + length :]
     if kind == 2:
         return content[:at] + random.randbytes(length) + content[at:]
-    if kind == 3:  # headers are where sizes stand
+    if kind == 3:  # because headers contain sizes
         at = random.randrange(16)
         return content[:at] + random.randbytes(8) + content[at + 8 :]
     if kind == 4:
@@ -196,7 +199,7 @@ def mutated(content, random):
 
 
 def mutated_tree(value, random):
-    """`value`, of JSON, with one place that says something else, is gone or has something new."""
+    """Returns the JSON value with one change: an item is replaced, removed or added."""
     places = list(places_in(value))
     if not places:
         return random.choice(ODD)
@@ -235,7 +238,8 @@ class TooLong(Exception):
 
 @contextlib.contextmanager
 def bounded():
-    """Inside, memory and a processor's time end, on a busy machine as on a quiet one."""
+    """Limits the memory and the processor time of the block, so that the result does not depend on how busy the
+    machine is."""
 
     def stop(*_):
         raise TooLong(f"takes longer than {SECONDS} s")
@@ -263,7 +267,7 @@ def test_any_file_gives_a_result_or_a_line(name, tmp_path, monkeypatch):
     files = sorted(path.relative_to(original) for path in original.rglob("*") if path.is_file())
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     shutil.copytree(original, folder)
-    read(folder)  # whole, it can be read
+    read(folder)  # it can be read before the mutation
     refused = 0
     for seed in range(SEED, SEED + ROUNDS):
         shutil.rmtree(folder)

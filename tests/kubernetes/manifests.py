@@ -1,4 +1,4 @@
-"""The manifests of kubernetes/ as their README has envsubst fill them in, and what a container of theirs starts."""
+"""Reads the manifests of kubernetes/ after the substitutions in their README, and the commands of their containers."""
 
 import re
 from pathlib import Path
@@ -17,13 +17,13 @@ VARIABLES = {
 
 
 def read(name):
-    """The objects of a manifest, as kubectl reads them."""
+    """Returns the objects of a manifest."""
     text = (FOLDER / name).read_text()
     return list(yaml.safe_load_all(re.sub(r"\$\{(\w+)\}", lambda word: VARIABLES[word[1]], text)))
 
 
 def patched(document, patch):
-    """What `kubectl patch --type=merge` makes of a document."""
+    """Returns the result of `kubectl patch --type=merge`."""
     if not isinstance(patch, dict):
         return patch
     changes = {key: patched(document.get(key, {}), value) for key, value in patch.items()}
@@ -31,19 +31,19 @@ def patched(document, patch):
 
 
 def expanded(words, environment):
-    """$(NAME) in a container's command as Kubernetes expands it."""
+    """Expands $(NAME) in the command of a container like Kubernetes."""
     return [re.sub(r"\$\((\w+)\)", lambda word: environment[word[1]], word) for word in words]
 
 
 def node_job():
-    """The template of the Job that runs the nodes of a TrainJob."""
+    """Returns the template of the Job that runs the nodes of a TrainJob."""
     runtime, _ = read("trainjob.yaml")
     (job,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     return job["template"]
 
 
 def node_of_trainjob():
-    """(command, environment) of a node: those of the runtime, over which Trainer puts what the TrainJob says."""
+    """Returns (command, environment) of a node. They are those of the runtime, overridden by the TrainJob."""
     (container,) = node_job()["spec"]["template"]["spec"]["containers"]
     trainer = read("trainjob.yaml")[1]["spec"]["trainer"]
     variables = container["env"] + trainer["env"]
@@ -52,7 +52,7 @@ def node_of_trainjob():
 
 
 def nodes_of_pytorchjob():
-    """(command, environment) of its master and of its workers."""
+    """Returns (command, environment) of the master and of the workers."""
     (job,) = read("pytorchjob.yaml")
     found = []
     for replica in job["spec"]["pytorchReplicaSpecs"].values():

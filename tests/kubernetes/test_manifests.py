@@ -1,5 +1,5 @@
-"""The manifests of kubernetes/ against the models of Kubeflow's own clients, which drop every field that they don't know;
-and what they say of exit codes against the code."""
+"""Checks the manifests of kubernetes/ against the models of Kubeflow's own clients, which drop every unknown field.
+Also compares the exit codes in the manifests with the code."""
 
 import re
 
@@ -52,7 +52,7 @@ def test_both_kinds_of_job_start_the_same_training():
 
 
 def test_the_readme_fills_in_every_variable():
-    """Each `envsubst` names just those of its file."""
+    """Each `envsubst` names exactly the variables of its file."""
     text = (manifests.FOLDER / "README.md").read_text()
     found = re.findall(r"envsubst '(.*)' < (\S+) \|", text)
     names_of_files = {path.name for path in manifests.FOLDER.glob("*.yaml")}

@@ -1,5 +1,5 @@
-"""The command of kubernetes/trainjob.yaml, run for real: processes of this machine stand for the nodes, with a rank each,
-and find the variables that Trainer 2.3 sets for its policy `torch`."""
+"""Runs the command of kubernetes/trainjob.yaml. Processes of this machine replace the nodes, with one rank each and
+with the variables that Trainer 2.3 sets for its policy `torch`."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ GRACE_SECONDS = manifests.node_job()["spec"]["template"]["spec"]["terminationGra
 
 @pytest.fixture
 def start_nodes(tmp_path, project):
-    """start_nodes(*settings, nodes=2) -> their processes. /fsx of the manifest is tmp_path."""
+    """start_nodes(*settings, nodes=2): returns the processes of the nodes. tmp_path replaces /fsx of the manifest."""
     write_store(tmp_path / "data/mine", [range(1, 60)] * 99, vocab_size=64, eos=0, tokenizer="none")
     started = []
     port = hold_port()
@@ -63,8 +63,8 @@ def start_nodes(tmp_path, project):
 
 @pytest.mark.slow
 def test_nodes_train_and_stop_with_a_checkpoint_and_resume(start_nodes, tmp_path):
-    """One node is drained, say: all stop, and none with exit code 0, which would end a PyTorchJob as complete. What starts
-    again alone says how that ended: 2 is a mistake."""
+    """If one node is drained, for example, all stop, and none with exit code 0, because a PyTorchJob would then count
+    as complete. Only a node that starts again returns the exit code of the run, for example 2 after a mistake."""
     nodes = start_nodes("--num_steps=1000000")
     metrics = tmp_path / "runs/mine/metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
@@ -74,7 +74,7 @@ def test_nodes_train_and_stop_with_a_checkpoint_and_resume(start_nodes, tmp_path
     (commit,) = (tmp_path / "runs/mine/checkpoints").glob("*/COMMIT")
     step = int(commit.parent.name.removeprefix("step_"))
 
-    # Resuming needs no more nodes than the cluster then has. A file STOP is for the start before.
+    # The run can resume on fewer nodes. A file STOP from before the start is ignored.
     (tmp_path / "runs/mine/STOP").touch()
     (process,) = start_nodes(f"--num_steps={step + 2}", nodes=1)
     code, said = finish(process)

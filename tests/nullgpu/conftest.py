@@ -1,4 +1,4 @@
-"""Fixtures of the tests on the null device: a driver that computes nothing, over which torch's CUDA build and Triton run
+"""Fixtures for tests on the null device: a driver that computes nothing. torch's CUDA build and Triton run on it
 unchanged (tests/support/nullgpu/README.md)."""
 
 import json
@@ -14,14 +14,14 @@ RANKS_OF_A_NODE = 2
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory, project):
-    """forks([words of Python, variables] ...) -> [exit code, output] of each, which run beside each other on the null
-    device, see tests/support/nullgpu/forks.py."""
+    """forks([arguments of Python, variables] ...): runs programs simultaneously on the null device, and returns [exit
+    code, output] of each; see tests/support/nullgpu/forks.py."""
     folder = tmp_path_factory.mktemp("nullgpu")
     try:
         build.build(folder)
     except OSError as error:
         pytest.skip(str(error))
-    shared = folder.parents[1] / "triton"  # by all processes of the test run
+    shared = folder.parents[1] / "triton"  # shared by all processes of the test run
     shared.mkdir(exist_ok=True)
     (folder / "triton").symlink_to(shared)
     process = subprocess.Popen(
@@ -43,7 +43,8 @@ def forks(tmp_path_factory, project):
 
 @pytest.fixture
 def run(forks):
-    """run(*words of Python, NULLGPU_...=value) -> (exit code, output) of a process on the null device."""
+    """run(*arguments of Python, NULLGPU_...=value): runs a process on the null device, and returns (exit code,
+    output)."""
 
     def run(*words, **variables):
         texts = {name: str(value) for name, value in variables.items()}
@@ -54,8 +55,11 @@ def run(forks):
 
 @pytest.fixture
 def train(forks, tmp_path):
-    """train(setting=value ...) -> a report of each training of a process, see tests/support/nullgpu/training.py. ranks:
-    so many processes, on nodes of two, the reports of which must be alike."""
+    """train(setting=value ...): returns a report about each training of a process, see
+    tests/support/nullgpu/training.py.
+
+    ranks: the number of processes, two per node. Their reports must be equal.
+    """
 
     def train(ranks=1, **settings):
         words = ["-m", "tests.support.nullgpu.training", f"save_ckpt_path={tmp_path / 'run'}"]
@@ -73,9 +77,10 @@ def train(forks, tmp_path):
         assert not failed, "\n".join(failed)
         reports = []
         for _, text in ended:
-            assert "nullgpu:" not in text  # a limit passed, a pointer of the CPU
+            # The driver reports an exceeded limit, or a pointer of the CPU.
+            assert "nullgpu:" not in text
             reports.append([json.loads(at) for at in text.splitlines() if at.startswith("{")])
-        for of_rank in reports:  # of memory, torch may keep more on one
+        for of_rank in reports:  # torch can keep more memory on one of the ranks
             assert [of_time | {"left": {}} for of_time in of_rank] == [
                 of_time | {"left": {}} for of_time in reports[0]
             ]

@@ -1,4 +1,4 @@
-"""What a lent GPU is asked, rehearsed on the null device."""
+"""Runs the benchmarks for a GPU on the null device."""
 
 import re
 
@@ -9,7 +9,7 @@ ABSENT = r"(UserError: )?mamba_ssm does not load \(ModuleNotFoundError: [^)]*\)"
 
 
 def test_every_part_of_the_benchmarks_runs_to_its_end(run, tmp_path):
-    """Runs choose the same kernels at their second start, warm and after a kill."""
+    """Runs select the same kernels at their second start, with a filled cache and after a kill."""
     code, output = run("-m", "tests.support.nullgpu.rehearsal", tmp_path)
     assert code == 0, output
     said = re.sub(f" +|{ABSENT}", " ", output)

@@ -1,4 +1,4 @@
-"""Kernels that are launched without Triton's launcher."""
+"""Tests kernel launches that bypass Triton's launcher."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def test_a_launch_has_the_kernel_and_the_arguments_that_triton_would_give_it(run
 
 
 def test_layers_of_the_presets_pass_no_limit_of_a_small_gpu(run):
-    """Of shared memory, blocks and grids; the memory is a large one's."""
+    """The limits are those of shared memory, blocks and grids. The device has as much memory as a large GPU."""
     presets = ("mamba-2.8b", "mamba2-2.7b", "bamba-9b", "nemotron-h-8b")
     small = {"NULLGPU_ARCHITECTURE": 86, "NULLGPU_MEMORY": 80 << 30}
     code, output = run("-m", "tests.support.nullgpu.shapes", *presets, **small)
@@ -20,6 +20,6 @@ def test_layers_of_the_presets_pass_no_limit_of_a_small_gpu(run):
 
 @pytest.mark.parametrize("model, most", [("Mamba-1", [15, 9, 13]), ("Mamba-2", [11, 18, 6])])
 def test_a_block_launches_no_more_than_it_did(run, model, most):
-    """Of torch, of Triton, and calls of cuBLAS, forward and backward."""
+    """Launches of torch and of Triton and calls of cuBLAS are counted, forward and backward."""
     code, output = run("-m", "tests.support.nullgpu.launches", model)
     assert code == 0 and output.splitlines()[-1] == str(most), output

@@ -1,6 +1,9 @@
-"""What holds for each kind of training on a GPU, seen on the null device: it runs to its end, training compiles nothing
-that the check at its start has not tested, and the host waits nowhere in a step. Each kind on torch 2.2, a few on a current one;
-all there too, by hand: .venv/bin/python -m pytest tests/nullgpu -k "not a_launch"."""
+"""Tests each kind of training on a GPU, on the null device: it runs to its end, training compiles no kernel that the
+check at its start has not tested, and the host never waits during a step.
+
+Each kind runs on torch 2.2, and a few on a current version. To run all kinds there: .venv/bin/python -m pytest
+tests/nullgpu -k "not a_launch".
+"""
 
 import pytest
 
@@ -9,7 +12,7 @@ from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 pytestmark = pytest.mark.slow
 
-# Any two of context parallelism, documents, fp16, recomputing and torch.compile meet in a row of KINDS or PARALLEL.
+# Each pair of context parallelism, documents, fp16, recomputing and torch.compile occurs in a row of KINDS or PARALLEL.
 KINDS = {
     "every layer": {"layers": "mamba1,mamba2,mamba3,gdn,attention+mlp", "n_layer": 5},
     "documents, deterministic": {
@@ -63,12 +66,12 @@ PARALLEL = {
     },
 }
 BOTH = ("fp16, recomputed, accumulated", "fsdp")
-OF_CUBLAS = 32 << 20  # bytes of a workspace, which torch keeps
+OF_CUBLAS = 32 << 20  # bytes of a workspace that torch keeps
 GOOD = {"ended": "finished", "untested": [], "waits": []}
 
 
 def kinds(table):
-    """The rows of a table, for parametrize."""
+    """Returns the rows of a table for parametrize."""
     pinned = [pytest.param(kind, marks=pytest.mark.pinned) for kind in table if kind not in BOTH]
     both = [pytest.param(kind, marks=pytest.mark.torch22) for kind in table if kind in BOTH]
     return pinned + both
@@ -76,7 +79,7 @@ def kinds(table):
 
 @pytest.mark.parametrize("kind", kinds(KINDS))
 def test_a_training_compiles_nothing_untested_and_waits_nowhere(train, kind):
-    """From its start, and from a checkpoint."""
+    """This applies to a new run and to a resumed one."""
     for report in train(**KINDS[kind]):
         assert report == GOOD | {"left": report["left"]}, report["ended"]
 
@@ -91,15 +94,18 @@ def test_ranks_compile_nothing_untested_and_wait_nowhere(train, kind):
 
 @pytest.mark.pinned
 def test_a_scan_that_triton_2_can_not_compile_is_refused_before_it_is_tried(train):
-    """Its compiler dies by a signal, and so would each start."""
+    """Triton's compiler would be killed by a signal at each start."""
     (report,) = train(num_steps=2, layers="mamba1", d_state=128)
     assert "its kernels take a d_state of up to 64 with this Triton, not 128" in report["ended"]
 
 
 @pytest.mark.pinned
 def test_what_a_user_does_in_one_process_gives_back_what_it_took(train, tmp_path):
-    """Three trainings with validation, then evaluate and generate: in memory that is pinned for saves, later trainings
-    would find no room. Nothing waits, and no kernel is untested; nor if a new process evaluates and generates."""
+    """The process runs three trainings with validation, then evaluate and generate. If memory that is pinned for saves
+    were not released, later trainings would not find enough.
+
+    No step waits, and no untested kernel is compiled. The same applies if a new process evaluates and generates.
+    """
     (tmp_path / "a.txt").write_text("def line(x): return 2 * x\n" * 600)
     data = tmp_path / "data"
     options = DatasetConfig(tokenizer="train:300", validation_fraction=0.2)

@@ -1,10 +1,12 @@
-"""A GPU that is lost, full or stuck: a message, an exit code, no half-written checkpoint, and the same command resumes."""
+"""Tests a GPU that is lost, full or stuck: there are a message and an exit code, no incomplete checkpoint, and the
+same command resumes."""
 
 import pytest
 
 pytestmark = pytest.mark.slow
 
-IN_MID_RUN = 20_000  # launches: more than the check of kernels has, less than all steps
+# A number of launches: more than the check of kernels makes, and fewer than all steps make.
+IN_MID_RUN = 20_000
 SETTINGS = {
     "use_dummy_dataset": "true",
     "layers": "mamba2",
@@ -26,8 +28,8 @@ SETTINGS = {
 
 @pytest.fixture
 def trained(run, tmp_path):
-    """trained(NULLGPU_... or setting=value ...) -> (the lines of training.py, its checkpoints, each of which is
-    committed) of a training that fails."""
+    """trained(NULLGPU_... or setting=value ...): runs a training that fails. Returns (the output lines of training.py,
+    its checkpoints). All checkpoints are committed."""
 
     def trained(**more):
         variables = {name: value for name, value in more.items() if name.startswith("NULLGPU")}
@@ -42,7 +44,7 @@ def trained(run, tmp_path):
     return trained
 
 
-TROUBLE = {  # in the first minute: what is said
+TROUBLE = {  # {fault in the first minute: a part of the message}
     "lost": ({"NULLGPU_LOST": 200}, "the GPU is lost: start again"),
     "stuck": (
         {"NULLGPU_HANG": 500, "timeout_minutes": 0.1},
@@ -59,7 +61,7 @@ def test_a_gpu_in_trouble_is_told(trained, kind):
     output, checkpoints = trained(**how)
     assert words in output and "Traceback" not in output and not checkpoints
     if kind == "stuck":
-        assert "Thread 0x" in output  # its stacks
+        assert "Thread 0x" in output  # the watchdog prints the stacks
 
 
 @pytest.mark.torch22

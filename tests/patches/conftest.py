@@ -1,4 +1,4 @@
-"""Processes that pose as ranks on Triton's own cache modules. No GPU and no torch needed."""
+"""Runs processes that behave like ranks on Triton's own cache modules. They need neither a GPU nor torch."""
 
 import json
 import os
@@ -22,26 +22,27 @@ def patched(tmp_path_factory):
 
 @pytest.fixture(
     scope="session",
-    params=[PATCHED, pytest.param("3.6.0", marks=pytest.mark.slow)],  # those of the two stacks
+    # The versions of the two stacks.
+    params=[PATCHED, pytest.param("3.6.0", marks=pytest.mark.slow)],
 )
 def triton(request):
-    """The environment of a process whose Triton has the rank-0-only writer, which is the same for all of them; what
-    differs are Triton's own folders and its calls."""
+    """The environment of a process whose Triton has the cache writer of rank 0. The writer is the same for all
+    versions; Triton's folders and its calls differ."""
     if request.param == PATCHED:
         return request.getfixturevalue("patched")
     return with_class(request.param)
 
 
 def said_by(process):
-    """(output, errors) of a process that ends well."""
+    """Returns (output, errors) of a process. Asserts that it succeeds."""
     output, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
     return output, errors
 
 
 class Cluster:
-    """Starts ranks (triton_rank.py) whose home folder, and so the cache, is shared below `folder`; looks at what
-    they leave."""
+    """Starts ranks (triton_rank.py) that share a home folder below `folder`, and therefore the cache, and reads the
+    files that they leave."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -50,8 +51,8 @@ class Cluster:
             (folder / name).mkdir()
 
     def start(self, environment, plan, *, wrapper=(), **more):
-        """A process; `plan` is triton_rank.py's, `more` is added to its environment, `wrapper` goes before the
-        command."""
+        """Starts a process. plan: see triton_rank.py. more: additional environment variables. wrapper: arguments
+        before the command."""
         base = {
             "PATH": os.environ["PATH"],
             "HOME": str(self.folder / "home"),
@@ -67,14 +68,14 @@ class Cluster:
         )
 
     def finish(self, *processes):
-        """The ranks' results; a rank that hangs or fails fails the test."""
+        """Returns the results of the ranks. Fails if a rank hangs or fails."""
         return [json.loads(said_by(process)[0]) for process in processes]
 
     def run(self, environment, plan, **more):
         return self.finish(self.start(environment, plan, **more))[0]
 
     def gate(self, ranks):
-        """What makes the plans of `ranks` processes start their work together."""
+        """Returns the part of the plan that makes `ranks` processes start their work simultaneously."""
         self.count += 1
         (self.folder / f"gate{self.count}").mkdir()
         return {"gate": str(self.folder / f"gate{self.count}"), "ranks": ranks}

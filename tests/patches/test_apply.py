@@ -1,5 +1,5 @@
-"""apply.py patches exactly the Triton that the patch was made for, once, and refuses everything else without
-touching it."""
+"""Tests that apply.py patches exactly the version of Triton that the patch was made for, only once, and that it
+refuses everything else without changing it."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ from tests.support.triton_wheels import NEWEST, PATCHES, bare_triton_2_2, fetch
 
 
 def apply(folder, *options):
-    """(exit status, what it says) of patches/apply.py on the Triton in `folder`."""
+    """Runs patches/apply.py on the Triton in `folder`. Returns (exit status, output)."""
     done = run_program(sys.executable, PATCHES / "apply.py", f"--site={folder}", *options)
     return done.returncode, done.stdout + done.stderr
 
@@ -29,7 +29,8 @@ def snapshot(folder):
 
 
 def test_patch_is_applied_once(pristine):
-    """The first run patches, the second finds it done and changes nothing; --check tells the two states apart."""
+    """The first run applies the patch. The second run detects it and changes nothing. --check distinguishes the two
+    states."""
     assert apply(pristine, "--check")[0] == 1
     assert "put in place" in apply(pristine)[1]
     patched = snapshot(pristine)

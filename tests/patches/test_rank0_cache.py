@@ -1,4 +1,4 @@
-"""Many ranks on one Triton cache: nobody waits, nobody loses a file, nobody but rank 0 writes into the shared
+"""Tests many ranks on one Triton cache: no rank waits, no rank loses a file, and only rank 0 writes to the shared
 folder."""
 
 import json
@@ -13,8 +13,8 @@ KERNELS = [f"kernel{i}" for i in range(4)]
 
 
 def pose(rank, ranks_per_node=3, **plan):
-    """A plan whose process poses as one of several nodes that started alike: equal pids and equal seeds on each
-    node."""
+    """Returns a plan for a process that behaves like one of several nodes that have started in the same way: with
+    equal pids and equal seeds."""
     return {"author": f"rank{rank}", "pid": 100 + rank % ranks_per_node, "seed": 0, **plan}
 
 
@@ -24,8 +24,8 @@ def authors(files):
 
 @pytest.mark.slow
 def test_only_rank_0_publishes_and_every_rank_has_all_it_compiled(triton, cluster):
-    """Four ranks of two nodes compile the same kernels at once, in different orders: all end well, only rank 0's
-    files are shared."""
+    """Four ranks of two nodes compile the same kernels at once, in different orders. All succeed, and only the files
+    of rank 0 are shared."""
     together = cluster.gate(4)
     ranks = []
     for i in range(4):
@@ -43,7 +43,8 @@ def test_only_rank_0_publishes_and_every_rank_has_all_it_compiled(triton, cluste
 
 @pytest.mark.parametrize("write", [1, 13])
 def test_rank_0_killed_in_mid_write(patched, cluster, write):
-    """Killed at any write, rank 0 leaves nothing torn: the others go on, and its next start completes the cache."""
+    """If rank 0 is killed during any write, no incomplete file is visible. The other ranks continue, and the next
+    start of rank 0 completes the cache."""
     together = {"kernels": ["k"], "size": 50_000, **cluster.gate(3)}
     ranks = [cluster.start(patched, pose(0, die_at=write, **together), RANK="0")]
     for i in (1, 2):
@@ -59,7 +60,7 @@ READ_ONLY = 'mount --bind "$HOME" "$HOME"; mount -o remount,bind,ro "$HOME"; "$@
 
 
 def test_read_only_folder(patched, cluster):
-    """A read-only cache still serves what it holds; the rest is compiled privately, by rank 0 too, with a warning."""
+    """A read-only cache is still read. Missing kernels are compiled privately, also by rank 0, with a warning."""
     namespace = ["unshare", "--user", "--map-root-user", "--mount"]
     if subprocess.run([*namespace, "true"], capture_output=True).returncode:
         pytest.skip("mount namespaces are not allowed here, so no folder can be made read-only")
@@ -75,8 +76,8 @@ def test_read_only_folder(patched, cluster):
 
 
 def test_corrupt_group_file(patched, cluster):
-    """A group file that is no group counts as none, and rank 0's next compilation mends it. Files of the same content stay
-    as they are: others may have them mapped."""
+    """An invalid group file is ignored, and the next compilation of rank 0 replaces it. Files with the same content
+    are not written again, because other processes can have them mapped."""
     cluster.run(patched, pose(0, kernels=["k"]), RANK="0")
     (group,) = [path for path in cluster.files() if path.name.startswith("__grp__")]
     inodes = {path: path.stat().st_ino for path in cluster.files() if path != group}
@@ -88,29 +89,29 @@ def test_corrupt_group_file(patched, cluster):
     assert cluster.run(patched, pose(1, kernels=["k"]), RANK="1") == {"k": "hit"}
 
 
-PUBLISHES = {  # a process's environment: whether it writes into the shared folder
+PUBLISHES = {  # {environment of a process: whether it writes to the shared folder}
     "": True,
     "RANK=0": True,
     "RANK=1": False,
     "SLURM_PROCID=1": False,
-    "RANK=0 SLURM_PROCID=1": True,  # torchrun started by srun: torchrun's rank counts
+    "RANK=0 SLURM_PROCID=1": True,  # srun starts torchrun: the rank of torchrun is used
     "RANK=2 LOCAL_RANK=0": False,
     "RANK=2 LOCAL_RANK=0 TRITON_RANK0_SCOPE=node": True,
     "SLURM_PROCID=2 SLURM_LOCALID=0 TRITON_RANK0_SCOPE=node": True,
     "RANK=0 LOCAL_RANK=1 TRITON_RANK0_SCOPE=node": False,
-    "RANK=3 TRITON_RANK0_SCOPE=node": False,  # no local rank known: rather no writer than two
+    "RANK=3 TRITON_RANK0_SCOPE=node": False,  # the local rank is unknown: no process writes, because two might
 }
 
 
 @pytest.mark.parametrize("environment", PUBLISHES)
 def test_the_environment_says_who_writes(patched, cluster, environment):
-    """The writer is known from the launcher's variables alone, at the first put."""
+    """The writing rank is determined from the launcher's variables alone, at the first write."""
     variables = dict(word.split("=") for word in environment.split())
     cluster.run(patched, pose(0, kernels=["k"]), **variables)
     assert bool(cluster.files()) == PUBLISHES[environment]
 
 
 def test_unknown_scope_is_refused(patched, cluster):
-    """A misspelt scope is an error that names the allowed ones, not a silent choice."""
+    """An invalid scope is an error that lists the valid ones."""
     rank = cluster.start(patched, pose(0, kernels=["k"]), TRITON_RANK0_SCOPE="nodes")
     assert "set it to global" in rank.communicate()[1]

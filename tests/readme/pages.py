@@ -1,7 +1,9 @@
-"""The commands of README.md and docs/*.md in their blocks, which the tests of this folder run, and those that they can't.
+"""Finds the commands in the blocks of README.md and docs/*.md. The tests of this folder run them, except the ones in
+NOT_RUN.
 
-A block is a command's if it is fenced as sh or python, or indented by four spaces. A fence without a language shows what
-a program prints or what a folder holds; a line in it that begins with "$ " is a command, and the rest is its output.
+A block contains commands if it is fenced as sh or python, or indented by four spaces. A fence without a language shows
+the output of a program or the content of a folder. In such a block, a line that begins with "$ " is a command, and the
+following lines are its output.
 """
 
 import json
@@ -15,8 +17,8 @@ from tests.support.forked import output_of, said_by, start, start_ranks
 from tests.support.projects import PROJECT
 
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (PROJECT / "docs").glob("*.md"))]
-# Followed in a fresh clone, in this order, by test_readme.py; on a cluster of stand-ins, by test_cluster_pages.py. All
-# other pages are followed by test_pages.py.
+# test_readme.py runs the commands of the first pages, in this order, in a fresh clone. test_cluster_pages.py runs the commands
+# of the cluster pages with stand-ins, and test_pages.py those of all other pages.
 IN_A_CLONE = ["README.md", "docs/models.md"]
 ON_A_CLUSTER = ["docs/cluster.md", "docs/image.md"]
 
@@ -77,7 +79,7 @@ def text_of(page: str) -> str:
 
 
 def blocks(page: str) -> list[list[Command]]:
-    """The commands of each block of a page that has any."""
+    """Returns the commands of each block of a page, without blocks that contain none."""
     text = text_of(page)
     fences = re.findall(r"^ *(?:```|~~~)", text, flags=re.M)
     starts_of_blocks = (
@@ -107,7 +109,7 @@ def commands_of_fence(language: str, text: str) -> list[Command]:
 
 
 def split(text: str) -> Iterator[str]:
-    """The commands of a text: each is the fewest lines that a shell takes."""
+    """Splits a text into commands. Each command consists of as few lines as a shell accepts."""
     command = ""
     for line in text.replace("\\\n", "").splitlines():
         command += line.strip() + "\n"
@@ -124,13 +126,13 @@ def is_whole(command: str) -> bool:
 
 
 def not_run(page: str, command: Command) -> list[str]:
-    """The entries of NOT_RUN that a command of a page has."""
+    """Returns the entries of NOT_RUN that match a command of the page."""
     words = f"{command.text} "
     return [start for start in NOT_RUN.get(page, {}) if words.startswith(f"{start} ")]
 
 
 def blocks_to_run(page: str) -> list[list[Command]]:
-    """`blocks` without the commands in NOT_RUN."""
+    """Returns `blocks` without the commands in NOT_RUN."""
     left = []
     for block in blocks(page):
         to_run = [command for command in block if not not_run(page, command)]
@@ -151,7 +153,7 @@ class Shell:
         self.variables = {}
 
     def run(self, text):
-        """What a command prints. Raises AssertionError if it fails."""
+        """Returns the output of a command. Raises AssertionError if it fails."""
         assignment = re.fullmatch(r'(\w+)="(.*)"', text)
         if assignment:
             name, value = assignment.groups()

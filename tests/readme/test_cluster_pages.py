@@ -1,7 +1,7 @@
-"""The commands of docs/cluster.md and docs/image.md on a cluster and inside the image, as they are written.
+"""Runs the commands of docs/cluster.md and docs/image.md exactly as they are written.
 
-Slurm's commands and Pyxis are stand-ins (tests/support/pyxis.py) that run on this machine what they are given, and nothing
-trains: training.py and get_dataset.py write down what they are asked for. tests/slurm trains on a real Slurm.
+The commands of Slurm and Pyxis are stand-ins (tests/support/pyxis.py) that run their arguments on this machine.
+Nothing is trained: training.py and get_dataset.py only record their arguments. tests/slurm trains on a real Slurm.
 """
 
 import re
@@ -16,7 +16,7 @@ from tests.support.projects import make_project, make_venv, shorten_the_corpus
 from tests.support.pyxis import SQUASHFS, make_cluster
 
 pytestmark = pytest.mark.slow
-# Writes down what it is to run.
+# Records its arguments.
 PYTHON = """#!/bin/sh
 echo "$@" >> {}
 [ "$PWD" = {} ] || exit 1
@@ -25,7 +25,7 @@ echo "$@" >> {}
 
 @pytest.fixture
 def here(tmp_path, monkeypatch, project):
-    """/fsx/me/mamba-train of the pages: a copy of the project with a .venv, in a folder that stands for /fsx."""
+    """The folder /fsx/me/mamba-train of the pages: a copy of the project with a .venv, in a folder that replaces /fsx."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     folder = make_project(tmp_path / "fsx/me/mamba-train")
     shutil.copy(project / "0.create_env.sh", folder)
@@ -35,13 +35,13 @@ def here(tmp_path, monkeypatch, project):
 
 
 def script_of(block, here):
-    """The commands of a block as one script. /fsx is the folder that stands for it."""
+    """Returns the commands of a block as one script, in which a temporary folder replaces /fsx."""
     script = "\n".join(command.text for command in block)
     return script.replace("/fsx", str(here.parents[1]))
 
 
 def run_script(script, here, cluster):
-    """What a script prints whose commands are typed in the project's folder."""
+    """Runs a script in the project's folder, and returns its output."""
     done = subprocess.run(
         ["bash", "-euc", script],
         cwd=here,
@@ -54,7 +54,7 @@ def run_script(script, here, cluster):
 
 
 def trainings(cluster):
-    """Model, data and run folder of each training that srun was to start, in order."""
+    """Returns model, data and run folder of each training that srun would start, in order."""
     found = []
     for training in cluster.trainings():
         settings = training["settings"]
@@ -66,7 +66,7 @@ def trainings(cluster):
 
 
 def test_a_cluster_without_an_image_is_checked_and_trains(here, tmp_path):
-    """A smaller model than the page's stands for it: preflight wants room for the checkpoints."""
+    """A smaller model replaces the one of the page, because preflight requires space for its checkpoints."""
     first, larger = blocks_to_run("docs/cluster.md")
     cluster = make_cluster(tmp_path / "cluster", here)
     said = run_script(script_of(first, here), here, cluster)
@@ -99,7 +99,7 @@ def test_a_cluster_with_the_image_is_checked_makes_tokens_and_trains(here, tmp_p
 
 
 def test_the_other_commands_run_inside_the_image(user_folder, here, tmp_path):
-    """The nodes have no GPUs, for which the page says what to change. What would run in the image runs here."""
+    """The nodes have no GPUs; the page explains what to change then. Commands for the image run on this machine."""
     _, inside = blocks_to_run("docs/image.md")
     fsx = here.parents[1]
     for name in ("data", "runs"):

@@ -1,8 +1,8 @@
-"""README.md and docs/*.md are true: every command in a block of theirs works as it is written.
+"""Runs every command in the blocks of README.md and docs/*.md exactly as it is written.
 
-This file follows all pages but those that need a fresh clone (test_readme.py) or a cluster (test_cluster_pages.py), each
-in a folder with the data and the run that a first training leaves. /fsx of the pages is a folder of the test's own, with
-files as the other launchers have them. A program of .venv is forked from a process that has its imports.
+This file covers all pages except those that need a fresh clone (test_readme.py) or a cluster (test_cluster_pages.py).
+Each page has a folder with the data and the run of a first training. A temporary folder with files of other launchers
+replaces /fsx of the pages. A program of .venv is forked from a process that has its imports.
 """
 
 import gzip
@@ -61,7 +61,7 @@ trainer:
 general: {project_name: mamba-science, full_name: mambaoutai, window_size: 10, clipping_threshold: 1.0,
           position_weighting: true}
 """
-SAVED_AS = ("tune.py", "windows.py")  # the names under which pages have Python saved
+SAVED_AS = ("tune.py", "windows.py")  # the file names under which the pages save Python code
 
 
 def make_aws(fsx, random):
@@ -113,7 +113,7 @@ def make_data(fsx, random):
     tokenizer.train(["some text"], 300).save(fsx / "tokenizers/mine")
 
 
-# What a page's commands find in /fsx, and files that they leave there or in the folder where they are typed.
+# The files in /fsx that a page's commands need, and files that they leave there or in the working directory.
 FINDS = {
     "docs/data.md": make_data,
     "docs/from-aws.md": make_aws,
@@ -132,8 +132,8 @@ LEAVES = {
     "docs/planning.md": "runs/profiled/profile/rank_0.json",
     "docs/watching.md": "runs/tracked/tensorboard",
 }
-# The demo and its profile take minutes: their settings are followed by those of a run that takes a second. The folder
-# runs/demo stays as it is.
+# The demo and its profile take minutes, so that settings of a run that takes a second are appended. The folder runs/demo is
+# not changed.
 QUICK = TINY | {"vocab_size": 300, "num_steps": 8}
 SHORTER = {
     "--tracker=tensorboard,wandb": as_words(QUICK | {"save_ckpt_path": "runs/tracked"}),
@@ -144,7 +144,8 @@ SHORTER = {
 
 @pytest.fixture
 def desk(user_folder, tmp_path):
-    """Where the commands are typed: with the data and the run of `user_folder`, which other tests read too."""
+    """A folder in which the commands are run. It contains the data and the run of `user_folder`, which other tests
+    also read."""
     for name in ("data/builtin", "runs/demo", "a.txt"):
         link = tmp_path / "desk" / name
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +158,7 @@ def desk(user_folder, tmp_path):
 
 
 def pages_to_follow():
-    """The pages with commands that no other file follows."""
+    """Returns the pages with commands that no other test file runs."""
     elsewhere = IN_A_CLONE + ON_A_CLUSTER
     return [page for page in PAGES if page not in elsewhere and commands_to_run(page)]
 
@@ -192,7 +193,7 @@ def test_every_command_works(page, desk, monkeypatch):
 
 
 def options_of_verbs():
-    """The names of all options of the program."""
+    """Returns the names of all options of the program."""
     names = {"config", "help"}
     for verb in VERBS:
         module = importlib.import_module(f"mamba_fsdp.verbs.{verb.replace('import', 'import_')}")
@@ -209,13 +210,13 @@ def test_the_options_that_a_page_names_exist(page):
 
 
 def rows():
-    """The rows of the tables of from-*.md: another launcher's argument, and what it is here."""
+    """Returns the rows of the tables in from-*.md: (an argument of another launcher, its equivalent here)."""
     pages = [text_of(page) for page in PAGES if page.startswith("docs/from-")]
     return re.findall(r"^\| `([^`]+)` \| (.*) \|$", "\n".join(pages), flags=re.M)
 
 
 def words(code):
-    """{name: value} of --name=value or name: value."""
+    """Returns {name: value} of texts of the form --name=value or name: value."""
     name, value = re.fullmatch(r"(?:--)?([\w.]+)(?:=|: )(.*)", code).groups()
     return {name: value}
 

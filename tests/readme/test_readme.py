@@ -1,4 +1,4 @@
-"""README.md and docs/models.md are true: every command in them runs, in its order, in a fresh clone; files and verbs that
+"""Runs every command of README.md and docs/models.md, in order, in a fresh clone. Checks that the files and verbs that
 README.md names exist."""
 
 import os
@@ -11,7 +11,7 @@ from tests.readme.pages import IN_A_CLONE, Shell, commands_to_run
 from tests.support.processes import run_program
 from tests.support.projects import PROJECT, edit, make_venv, shorten_the_corpus
 
-# The thousand steps of the demo take minutes; so many show that it learns.
+# The thousand steps of the demo take minutes. This many steps suffice to show that it learns.
 DEMO_STEPS = 25
 
 
@@ -27,7 +27,7 @@ def clone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fresh") / "clone"
     subprocess.run(["git", "clone", "--quiet", str(PROJECT), str(folder)], check=True)
     shorten_the_demo(folder)
-    # 0.create_env.sh has made the environment that the tests run in; one download is enough.
+    # The environment of the tests was made by 0.create_env.sh, so it is not downloaded again.
     make_venv(folder)
     (folder / "mytexts").mkdir()
     for name in range(150):
@@ -41,7 +41,7 @@ def test_it_is_short_and_fits_a_terminal(project):
     assert len(lines) <= 150 and max(map(len, lines)) <= 80
 
 
-# A model of one's own need not be trained to the end here, nor evaluated on all its data.
+# In this test, the user's own model is neither trained to the end nor evaluated on all its data.
 SHORTER = {
     "--save_ckpt_path=runs/mine": " --eval_batches=2 --num_steps=5",
     "--save_ckpt_path=runs/tuned": " --eval_batches=2",
@@ -50,8 +50,8 @@ SHORTER = {
 
 @pytest.mark.slow
 def test_every_command_runs_in_a_fresh_clone(clone, monkeypatch):
-    """What 0.create_env.sh and 1.train.sbatch start is the clone's; a program of .venv is forked from a process that has
-    its imports."""
+    """0.create_env.sh and 1.train.sbatch start the programs of the clone. A program of .venv is forked from a process
+    that has its imports."""
     for name in [*os.environ]:
         if name.startswith(("MAMBA_FSDP_", "VIRTUAL_ENV")):
             monkeypatch.delenv(name)
@@ -77,7 +77,8 @@ def test_every_command_runs_in_a_fresh_clone(clone, monkeypatch):
 
 
 def check_demo(said, clone):
-    """A visibly falling perplexity, a committed checkpoint, a sample of text, and what lies where."""
+    """Checks that the perplexity falls, and that there are a committed checkpoint, a sample of text, and the files
+    that the page lists."""
     found = re.findall(r"perplexity ([\d,.]+) ", said)
     perplexities = [float(number.replace(",", "")) for number in found]
     assert perplexities[-1] * 5 < perplexities[0]

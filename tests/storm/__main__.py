@@ -1,10 +1,10 @@
-"""A storm: runs that are killed at random moments, started again, and then compared with unbroken ones bit for bit.
+"""A storm of kills: runs are killed at random moments, restarted, and compared bitwise with uninterrupted ones.
 
     python -m tests.storm [--rounds=12] [--seed=N] [--strategies=ddp,fsdp,hsdp,context]
 
-A round is a kill: of one rank or, as if their launcher had died, of all; at the n-th file operation of a kind (saving,
-committing, pruning, consolidating and all else that touches the run folder), after a step, or at any time. The moments
-follow from the seed, those of a time but for the machine's mood.
+Each round is a kill of one rank, or of all ranks as if their launcher had died. It happens at the n-th file operation of a
+kind (saving, committing, pruning, publishing and everything else that touches the run folder), after a step, or at any
+time. The seed determines the moments, apart from variations in the speed of the machine.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tests.support.forked import start_ranks
 from tests.support.processes import wait_until
 from tests.support.tiny import TINY, as_words
 
-# DDP: from three on the order of a sum matters. context: fsdp whose ranks share each sequence.
+# DDP has three ranks, because the order of a sum matters then. context: fsdp with ranks that share each sequence.
 RANKS = {"ddp": 3, "fsdp": 2, "hsdp": 4, "context": 2}
 STEPS = 8
 SETTINGS = {
@@ -37,10 +37,15 @@ SETTINGS = {
     "deterministic": True,
     "num_steps": STEPS,
 }
-SECONDS_TO_END = 400  # for ranks of which one is gone, on however busy a machine
+SECONDS_TO_END = 400  # time limit for the end of the other ranks after a kill, on a busy machine
 OF_RANK_0 = ("os.rename", "os.remove", "os.mkdir", "publish")
 MOMENTS = ("time", "step", "open", *OF_RANK_0)
-LAST = {"step": 5, "open": 60, "os.remove": 20, "publish": 6}  # of those that are counted; else 8
+LAST = {
+    "step": 5,
+    "open": 60,
+    "os.remove": 20,
+    "publish": 6,
+}  # the highest number of an event at which a kill happens; by default 8
 
 
 def main(words):
@@ -66,7 +71,7 @@ def main(words):
 
 
 class Storm:
-    """Kills of runs under one strategy."""
+    """Repeated kills of runs with one sharding strategy."""
 
     def __init__(self, folder, strategy, choose):
         self.folder = folder
@@ -100,8 +105,8 @@ class Storm:
             shutil.rmtree(self.folder / run)
 
     def choose_kill(self, run):
-        """The moment: the n-th file operation of a kind, a step, or seconds after the first; which rank it kills, and
-        whether all others too."""
+        """Returns the moment of a kill (the n-th file operation of a kind, a step, or a number of seconds after the
+        first step), the rank to kill, and whether to kill all other ranks too."""
         at = self.choose.choice(MOMENTS)
         nth = self.choose.randint(1, LAST.get(at, 8))
         if at == "time":
@@ -115,7 +120,8 @@ class Storm:
         }
 
     def start(self, run, kill=None):
-        """Whether a start of the run came to its end. As torchrun it asks the others to stop if a rank fails."""
+        """Starts the run, and returns whether it ended normally. Like torchrun, it asks the other ranks to stop if one
+        fails."""
         settings = self.settings | {"save_ckpt_path": self.folder / run}
         settings["async_checkpoint"] = self.choose.random() < 0.6
         words = [json.dumps(kill), *as_words(settings)]
@@ -136,7 +142,7 @@ class Storm:
         return not any(codes)
 
     def left_by(self, run):
-        """What a finished run has left, without times: weights and moments as bytes, metrics."""
+        """Returns the files of a finished run without times: weights and moments as bytes, and metrics."""
         folder = self.folder / run
         files = [*folder.glob(f"checkpoints/step_{STEPS:08d}/rank_*"), *folder.glob("pth/*/*.pth")]
         left = {file.name: file.read_bytes() for file in files}

@@ -1,12 +1,13 @@
-"""A storm of frozen holders: a run stands still before one of its writes, another takes its folder over, commits and
-finishes, and the first one wakes. It may not change, add or remove a single file.
+"""A storm of frozen lease holders: a run is frozen before one of its writes, another run takes over its folder, commits and
+finishes, and then the first run wakes. It must not change, add or remove a single file.
 
     python -m tests.storm.frozen [--all]
 
-Calls are those that touch files of the run: from before it acquires its folder (where the other has ended when the
-first one wakes: from after that), through its settings, events and metrics, saving step 6, committing, pruning and
-publishing, until it has given the folder back. Each rename, each opening for writing, and the moment after each check of
-the lease, with --all each call, is a freeze of its own. A run is a process of one rank with little in its checkpoints.
+The run can be frozen at each call that touches files of the run: while it acquires its folder, writes its settings, events
+and metrics, saves step 6, commits, prunes and publishes, and releases the folder. If the other run has already ended when
+the first one wakes, only calls after the acquisition count. By default, a run is frozen before each rename, before each
+opening of a file for writing, and after each check of the lease; with --all, before each call. Each run is a process with
+one rank and small checkpoints.
 """
 
 import itertools
@@ -41,7 +42,7 @@ EVENTS = (
     "os.listdir",
     "os.scandir",
 )
-# Steps that stand in the folder when the first run begins; 6 is broken.
+# The checkpoints in the folder when the first run begins. Checkpoint 6 is broken.
 BEGINNINGS = {"new": [4, 5], "broken": [4, 5, 6]}
 FORKED = multiprocessing.get_context("fork")
 
@@ -58,7 +59,8 @@ def main(words):
 
 
 def storm(place, beginning, finishes, calls):
-    """How often a run was frozen. finishes: whether the other has ended when the first one wakes. calls: audit events."""
+    """Returns how often a run was frozen. finishes: whether the other run has ended when the first one wakes. calls:
+    audit events."""
     begun = place / "begun"
     make_checkpoints(begun, BEGINNINGS[beginning]).lease.close()
     if 6 in BEGINNINGS[beginning]:
@@ -75,14 +77,14 @@ def storm(place, beginning, finishes, calls):
 
 
 def freeze(run, calls, number, finishes):
-    """Whether a run made so many of these calls; it stood still before the last of them."""
+    """Returns whether a run made this many calls. It was frozen before the last of them."""
     process = FORKED.Process(target=be_frozen, args=(run, calls, number, finishes))
     process.start()
     _, status = os.waitpid(process.pid, os.WUNTRACED)
     if not os.WIFSTOPPED(status):
         assert os.waitstatus_to_exitcode(status) == 0
         return False
-    folder = acquire(run, patience=0.0)  # it takes over at once
+    folder = acquire(run, patience=0.0)  # it does not wait for the lease to expire
     other = train(folder, 4, 100, 7)
     if finishes:
         publish(folder, other)
@@ -106,7 +108,8 @@ def freeze(run, calls, number, finishes):
 
 
 def acquire(run, patience):
-    """The run folder, acquired. patience: seconds after which a silent holder is dead."""
+    """Returns the acquired run folder. patience: the number of seconds after which a holder that does not renew its
+    lease counts as dead."""
     lease.EXPIRY_SECONDS = patience
     folder = RunFolder(run)
     folder.acquire()
@@ -118,7 +121,7 @@ def checkpointer_of(folder, keep):
 
 
 def train(folder, keep, value, last):
-    """The checkpointer of a run that has trained up to the step `last`. value: what its files hold."""
+    """Returns the checkpointer of a run that has trained up to the step `last`. value: the content of its tensors."""
     checkpointer = checkpointer_of(folder, keep)
     start = int(checkpointer.resume(shards_of(0)).path.name[-1])
     folder.write_settings(f"seed: {value}\n")
@@ -132,7 +135,7 @@ def train(folder, keep, value, last):
 
 
 def publish(folder, checkpointer):
-    """Ends a run as a training does."""
+    """Ends a run in the same way as a training."""
 
     def write_model(_, out):
         out.mkdir()
@@ -147,18 +150,19 @@ def save(checkpointer, step, value):
 
 
 def files_of(run):
-    """{name: content} of all files, hidden ones too, but those of the other that still holds the folder."""
+    """Returns {name: content} of all files, including hidden ones, without the files of the other run if it still
+    holds the lease."""
     files = [path for path in run.rglob("*") if path.is_file() and path.name != "frozen"]
     return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
 
 def be_frozen(run, calls, number, finishes):
-    """A run that saves step 6, and stands still once. Its end is that of run_training."""
+    """Runs a training that saves step 6 and is frozen once. It ends in the same way as run_training."""
     if not finishes:
         stop_before(calls, number, str(run))
     try:
         folder = acquire(run, patience=60.0)
-    except UserError:  # the other has it
+    except UserError:  # the other run has the folder
         return
     if finishes:
         stop_before(calls, number, str(run))
@@ -199,7 +203,7 @@ def stop_before(calls, number, run):
             count(arguments[0])
 
     if calls == EVENTS:
-        os.stat = stat  # which is not audited
+        os.stat = stat  # os.stat does not raise an audit event
     lease.Lease.check = check
     sys.addaudithook(notice)
 

@@ -1,5 +1,7 @@
-"""A rank of a storm's run, which may kill itself at a named moment: python -m tests.storm.rank KILL WORDS, where KILL is
-the JSON of what Storm.choose_kill gives."""
+"""Runs a rank of a storm's run that can kill itself at a given moment: python -m tests.storm.rank KILL ARGUMENTS
+
+KILL is the JSON of the result of Storm.choose_kill.
+"""
 
 import json
 import os
@@ -13,12 +15,13 @@ from mamba_fsdp.verbs import train
 
 
 class Death:
-    """Kills this rank at the moment that `kill` names. That is looked for from its first step on, but for files, whose
-    operations count from the start."""
+    """Kills this rank at the moment that `kill` describes. File operations are counted from the start of the process,
+    and everything else from the first step on."""
 
     def __init__(self, kill):
         self.at = kill["at"]
-        self.left = kill["nth"]  # operations or steps, or seconds after the first step
+        # The number of operations or steps until the kill, or of seconds after the first step.
+        self.left = kill["nth"]
         self.folder = kill["folder"]
         self.lock = threading.Lock()
 
@@ -39,7 +42,7 @@ class Death:
         loop.finish_step = finish_step
 
     def notice(self, event, arguments):
-        """Counts an operation on a file of the run; "publish" means those on its models."""
+        """Counts an operation on a file of the run. The kind "publish" counts the operations on its published models."""
         is_publish = self.at == "publish"
         wanted = ("open", "os.rename") if is_publish else (self.at,)
         if event not in wanted or not isinstance(arguments[0], (str, bytes)):

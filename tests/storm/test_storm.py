@@ -1,5 +1,7 @@
-"""Four kills, and a freeze before each rename of a save, always the same. STORM_ROUNDS=200 is the storm of a night, HSDP
-among it; FROZEN_STORM=all freezes before each call."""
+"""Tests four kills, and a freeze before each rename of a save, always with the same seed.
+
+STORM_ROUNDS=200 runs a longer storm that includes HSDP, and FROZEN_STORM=all freezes before each call.
+"""
 
 import os
 import sys

@@ -1,7 +1,7 @@
-"""Images built for real without a container registry, and programs run in them the way Enroot does.
+"""Builds images without a container registry, and runs programs in them like Enroot.
 
-Needs root, buildah and mmdebstrap. The bases are made here: a bare Debian, and one with a CUDA compiler and the sources
-that the fused kernels are compiled from.
+It needs root, buildah and mmdebstrap. It makes two base images: a bare Debian, and one with a CUDA compiler and the
+sources of the fused kernels.
 """
 
 import json
@@ -29,7 +29,7 @@ PIP_CONF = """\
 cert = /etc/ssl/certs/ca-certificates.crt
 find-links = /opt/cuda-libraries
 """
-# nvcc and its programs from the Debian that has CUDA 12, laid out as NVIDIA's images have them; no libraries.
+# nvcc and its programs, from the Debian version with CUDA 12, in the layout of NVIDIA's images. No libraries.
 CUDA = """\
 FROM localhost/bare
 COPY cuda/ /usr/local/cuda/
@@ -54,8 +54,8 @@ PATH += $(CICC_PATH):$(_HERE_):
 INCLUDES += "-I$(TOP)/include" $(_SPACE_)
 LIBRARIES =+ $(_SPACE_) "-L$(TOP)/lib64"
 """
-# The smallest package that is compiled as causal-conv1d and mamba-ssm are: architectures of its own, and the line that
-# requirements/build_kernels.sh looks for.
+# A minimal package that is compiled like causal-conv1d and mamba-ssm: it has its own list of architectures, and the line that
+# requirements/build_kernels.sh searches for.
 SETUP = """\
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CUDAExtension
@@ -79,7 +79,7 @@ PyMODINIT_FUNC PyInit_{name}_cuda() {{ return PyModule_Create(&module); }}
 
 
 class Builder:
-    """buildah with a storage of its own below `folder`. Isolation chroot: works inside containers, uses the host's
+    """buildah with its own storage below `folder`. The isolation chroot works inside containers and uses the host's
     network."""
 
     def __init__(self, folder):
@@ -88,7 +88,7 @@ class Builder:
     def __call__(self, *words, check=True):
         place = ["--root", self.folder / "storage", "--runroot", self.folder / "runroot"]
         place += ["--storage-driver", "overlay"]
-        # The build takes longer than all other tests: on a busy machine it is given the cores first.
+        # The build takes longer than all other tests, so that it has a higher priority on a busy machine.
         return fetched(
             ["nice", "-n", "-10", "buildah", *place, *words],
             check,
@@ -99,7 +99,7 @@ class Builder:
         ).stdout
 
     def make_bare(self):
-        """A Debian of the fewest packages: localhost/bare."""
+        """Makes localhost/bare, a Debian with as few packages as possible."""
         base = self.folder / "bare"
         (base / "ca").mkdir(parents=True)
         (base / "Dockerfile").write_text(BARE)
@@ -107,7 +107,7 @@ class Builder:
         (base / "ca" / "none").touch()
         for certificate in Path("/usr/local/share/ca-certificates").glob(
             "*.crt"
-        ):  # of an inspecting proxy
+        ):  # the certificates of a proxy that inspects the traffic
             shutil.copy(certificate, base / "ca")
         (base / "cuda-libraries").mkdir()
         cuda_stand_ins.write_wheels(base / "cuda-libraries")
@@ -116,9 +116,10 @@ class Builder:
         self("bud", "--isolation", "chroot", "-t", "localhost/bare", base)
 
     def make_cuda(self):
-        """That Debian with a CUDA compiler, and git that finds the kernels' sources in it: localhost/cuda.
+        """Makes localhost/cuda: the bare Debian with a CUDA compiler, and with a git that finds the sources of the
+        kernels in the image.
 
-        The sources are tiny stand-ins: compiling the real ones takes most of an hour on two cores.
+        The sources are tiny stand-ins, because compiling the real ones takes most of an hour on two cores.
         """
         base = self.folder / "cuda"
         base.mkdir()
@@ -136,7 +137,7 @@ class Builder:
         self("bud", "--isolation", "chroot", "-t", "localhost/cuda", base)
 
     def build(self, context, image):
-        """Build the project in `context` as localhost/`image` on localhost/cuda; returns what buildah says."""
+        """Builds the project in `context` as localhost/`image` on localhost/cuda. Returns the output of buildah."""
         words = ["--isolation", "chroot", "--pull-never"]
         for argument in (
             "BASE_IMAGE=localhost/cuda",
@@ -147,9 +148,11 @@ class Builder:
         return self("bud", *words, "-t", f"localhost/{image}", context)
 
     def run(self, image, script):
-        """Run `script` in localhost/`image` as Enroot would: root read-only, /tmp a tmpfs, a user that the image does
-        not know, a home that is not mounted, the image's variables, PATH as /etc/profile leaves it. Returns what it
-        prints."""
+        """Runs `script` in localhost/`image` like Enroot, and returns its output.
+
+        The root folder is read-only, /tmp is a tmpfs, the image does not know the user, and the home folder is not
+        mounted. The variables are those of the image, with the PATH of /etc/profile.
+        """
         container = self("from", "--pull-never", f"localhost/{image}").strip()
         root = self("mount", container).strip()
         inspected = json.loads(self("inspect", "--type", "image", f"localhost/{image}"))
@@ -179,8 +182,8 @@ class Builder:
 
 
 def fetched(command, check=True, **how):
-    """The finished process. Where it should not fail it is tried three times: a build takes hundreds of files from the
-    network, and resumes behind the steps that went well."""
+    """Returns the finished process. If it fails although it should succeed, it is started up to three times: a build
+    downloads hundreds of files, and a new attempt continues after the steps that succeeded."""
     for _ in range(3):
         done = subprocess.run(command, **how)
         if not check or done.returncode == 0:
@@ -189,7 +192,7 @@ def fetched(command, check=True, **how):
 
 
 def kernel_versions(stack):
-    """{package: (repository's name, version)} of the fused kernels of a stack."""
+    """Returns {package: (name of its repository, version)} of the fused kernels of a stack."""
     listed = (PROJECT / "requirements" / f"kernels-{stack}.txt").read_text()
     found = re.findall(
         r"^(\S+) @ https://github\.com/[^/]+/([^/]+)/releases/download/v([^/]+)/",
@@ -200,7 +203,8 @@ def kernel_versions(stack):
 
 
 def write_sources(folder):
-    """Repositories of the names and tags that the kernels' have, with packages of their names."""
+    """Writes repositories with the names and tags of the kernels' repositories. Each contains a tiny package with the
+    right name."""
     for package, (repository, version) in kernel_versions("torch2.2").items():
         name, root = package.replace("-", "_"), folder / repository
         (root / name).mkdir(parents=True)
@@ -213,7 +217,7 @@ def write_sources(folder):
 
 
 def lay_out_headers(wheels, cuda):
-    """From NVIDIA's wheels: the headers and the runtime's library, as in /usr/local/cuda."""
+    """Unpacks the headers and the runtime library from NVIDIA's wheels, in the layout of /usr/local/cuda."""
     (cuda / "bin").mkdir(parents=True)
     (cuda / "bin" / "nvcc.profile").write_text(NVCC_PROFILE)
     for wheel in wheels.glob("*.whl"):

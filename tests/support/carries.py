@@ -1,9 +1,9 @@
-"""Finds variables of our kernels that Triton 3 takes for unchanged by a loop, with the Triton on the path:
+"""Finds variables of our kernels that Triton 3 wrongly considers unchanged by a loop. It uses the Triton on the path.
 
     python -m tests.support.carries    prints a JSON object
 
-A name that ends a trip as the tensor with which it began is not carried from trip to trip. That is wrong if the loop
-assigns it another name's tensor, which changes in turn.
+If a name refers to the same tensor at the start and at the end of the first iteration, Triton does not carry it from
+iteration to iteration. That is wrong if the loop assigns it the tensor of another name, and this tensor changes.
 """
 
 import json
@@ -37,14 +37,14 @@ def toy(x, count):
 
 
 class Check:
-    """Compares the variables at the start and the end of each loop's first trip."""
+    """Compares the variables at the start and at the end of the first iteration of each loop."""
 
     def __init__(self):
         self.compared = 0
         self.suspicious = set()
 
     def find_carries(self, generator, node, liveins, ignore=frozenset()):
-        """In place of CodeGenerator._find_carries; what it returns is the same."""
+        """Replaces CodeGenerator._find_carries and returns the same result."""
         block = generator.builder.create_block()
         generator.builder.set_insertion_point_to_start(block)
         generator.scf_stack.append(node)

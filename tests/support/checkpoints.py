@@ -1,4 +1,4 @@
-"""Small checkpoints, made and looked at."""
+"""Makes small checkpoints, and reads them."""
 
 import json
 import os
@@ -27,13 +27,13 @@ def quiet(text):
 
 
 def shards_of(value):
-    """Two tensors, the first full of `value`."""
+    """Returns the shards of two tensors. The first tensor is filled with `value`."""
     full = torch.full((100,), float(value))
     return [Shard("a.weight", (10, 10), 0, full), Shard("b", (7,), 0, torch.arange(7.0))]
 
 
 def open_run(run, world=WORLD, report=quiet, **how):
-    """A Checkpointer of the run folder, which rank 0 takes from whoever has it."""
+    """Returns a Checkpointer of the run folder. Rank 0 takes the folder away from any other process."""
     lease = Lease(run / LEASE)
 
     def take():
@@ -46,7 +46,7 @@ def open_run(run, world=WORLD, report=quiet, **how):
 
 
 def make_checkpoints(run, steps, **how):
-    """The Checkpointer that has saved these steps, each full of its number."""
+    """Saves a checkpoint for each of these steps, with tensors filled with the step. Returns the Checkpointer."""
     checkpointer = open_run(run, **how)
     for step in steps:
         checkpointer.save(step, shards_of(step), {"step": step})
@@ -55,12 +55,12 @@ def make_checkpoints(run, steps, **how):
 
 
 def saved_state(model, progress, seq_length=32):
-    """What a run of this ModelConfig gives its checkpoints as state."""
+    """Returns the state that a run with this ModelConfig stores in its checkpoints."""
     return asdict(SavedRun(progress, asdict(model), "adamw", "2.2.2", 1, seq_length))
 
 
 def newest(run, report=quiet):
-    """The path of the newest whole checkpoint, or None."""
+    """Returns the path of the newest intact checkpoint, or None."""
     if not list_committed(run / CHECKPOINTS):
         return None
     return find_checkpoint(run, WORLD, report).path
@@ -79,7 +79,7 @@ def flip(path, at=-5):
 
 
 def edit(file, **changes):
-    """Gives a JSON file other fields, and COMMIT its new checksum; None takes one away."""
+    """Changes fields of a JSON file, and its checksum in COMMIT. A field with the new value None is removed."""
     content = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
     if file.name != "COMMIT":
@@ -91,7 +91,7 @@ def edit(file, **changes):
 
 
 def commit_empty(run, *steps):
-    """Makes checkpoints of these steps that hold nothing but a COMMIT."""
+    """Makes checkpoints of these steps that contain only the file COMMIT."""
     for step in steps:
         path = run / CHECKPOINTS / step_name(step)
         path.mkdir(parents=True)
@@ -111,7 +111,8 @@ def problems(checkpoint):
 
 
 def metrics_of(run):
-    """The entries of a run's metrics.jsonl without times, rates and memory, in which equal runs differ."""
+    """Returns the entries of a run's metrics.jsonl without times, rates and memory, because these differ between equal
+    runs."""
     entries = read_entries(run / "metrics.jsonl")
     return [
         {key: value for key, value in entry.items() if not any(word in key for word in TIMES)}
@@ -120,5 +121,5 @@ def metrics_of(run):
 
 
 def weights_of(run):
-    """{name: tensor} of a run's last consolidated file."""
+    """Returns {name: tensor} from the last consolidated file of a run."""
     return torch.load(sorted(run.glob("pth/step_*/consolidated.00.pth"))[-1], weights_only=True)

@@ -48,7 +48,7 @@ class Cluster:
         for name in ("etc", "log", "state"):
             (self.folder / name).mkdir(parents=True)
         self._write_config(gpus, extra_config)
-        self.inits = {}  # machine -> pid of its first process, outside of its namespace
+        self.inits = {}  # {machine: pid of its first process, as seen outside of its namespace}
 
     def __enter__(self):
         try:
@@ -62,7 +62,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_):
-        if "login" in self.inits:  # all nodes live in its process namespace and end with it
+        if "login" in self.inits:  # all nodes are in its process namespace, and end with it
             _kill(self.inits["login"])
 
     def _write_config(self, gpus, extra):
@@ -105,14 +105,14 @@ SelectTypeParameters=CR_CPU
 GresTypes=gpu
 ReturnToService=2
 SlurmdTimeout={PATIENCE_SECONDS}
-# A job has as long after a request to end as a slow machine needs.
+# After a request to end, a job has enough time even on a slow machine.
 KillWait={PATIENCE_SECONDS}
-# How slow a machine may be: Slurm would give messages ten seconds, ...
+# Longer time limits than Slurm's defaults, for slow machines: ten seconds for a message, ...
 MessageTimeout=60
-# ... a job's script ten to start, a killed process a minute to go, ...
+# ... ten seconds for the start of a job's script, a minute for the end of a killed process, ...
 BatchStartTimeout={PATIENCE_SECONDS}
 UnkillableStepTimeout={PATIENCE_SECONDS}
-# ... and forget an ended job after five minutes.
+# ... and five minutes until Slurm forgets a job that has ended.
 MinJobAge=86400
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
@@ -130,7 +130,7 @@ PartitionName=main Nodes={plain} Default=YES MaxTime=INFINITE State=UP
 mount --bind {self.folder}/hosts /etc/hosts && mkdir -p /etc/slurm && mount --bind {self.folder}/etc /etc/slurm
 ip link set lo up && ip link add bridge address {BRIDGE_ADDRESS} type bridge && ip addr add 10.66.0.254/24 dev bridge && ip link set bridge up
 slurmctld -D & while :; do sleep 3600 & wait; done"""
-        # SIGKILL, so that the cluster ends with the tests in any case
+        # SIGKILL is used, so that the cluster always ends with the tests
         self._start("login", ["setpriv", "--pdeathsig", "KILL"], script)
         self.wait_until(
             lambda: "UP" in self.run("scontrol", "ping", check=False), "slurmctld answers"
@@ -150,9 +150,9 @@ until ip link show eth0 >/dev/null 2>&1; do sleep .01; done
 ip addr add 10.66.0.{number}/24 dev eth0; ip link set eth0 up
 t=$(mktemp -d); mount -t tmpfs -o mode=1777 tmp $t
 {binds}mount --move $t /tmp
-# its own name is 127.0.1.1, as Debian has it
+# the node's own name has the address 127.0.1.1, as on Debian
 sed 's/^[0-9.]* {name}$/127.0.1.1 {name}/' /etc/hosts > /tmp/hosts && mount --bind /tmp/hosts /etc/hosts
-mkdir -p /tmp/spool-{name}  # a node's own /tmp; a socket lies there, whose path must be short
+mkdir -p /tmp/spool-{name}  # in the node's own /tmp, because the path of the socket in it must be short
 slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         login = str(self.inits["login"])
         self._start(name, ["nsenter", "-t", login, "-m", "-p", "--"], script)
@@ -272,7 +272,7 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         if self.restarts(job) and self.state(job) == "PENDING":
             time.sleep(
                 2
-            )  # in the same second, nodes take the new start for the one that has just ended
+            )  # within the same second, nodes confuse the new start with the one that has just ended
             self.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
 
     def wait_until(self, happened, what):

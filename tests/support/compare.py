@@ -1,6 +1,8 @@
-"""Kernels beside the reference backend in float64: outputs and gradients, the largest error relative to the largest value.
+"""Compares kernels with the reference backend in float64: outputs and gradients, by the largest error relative to the
+largest value.
 
-In the interpreter fp32 to bf16 cuts off, so that a result in bf16 may be a whole step of 2**-7 away.
+Triton's interpreter truncates when it converts fp32 to bf16, so that a result in bf16 can differ by a whole step of
+2**-7.
 """
 
 import torch
@@ -13,8 +15,11 @@ def is_float(leaf):
 
 
 def evaluate(function, leaves, **rest):
-    """{"output 0": ..., "gradient of NAME": ...} of function(**leaves, **rest), for one fixed weighted sum of all its
-    outputs. Leaves that are not of a floating dtype, or None, get no gradient."""
+    """Returns {"output 0": ..., "gradient of NAME": ...} of function(**leaves, **rest), for a fixed weighted sum of
+    all its outputs.
+
+    Leaves that are None or not of a floating-point dtype have no gradient.
+    """
     wanted = [name for name, leaf in leaves.items() if is_float(leaf)]
     leaves = leaves | {name: leaves[name].detach().requires_grad_() for name in wanted}
     result = function(**leaves, **rest)
@@ -22,7 +27,7 @@ def evaluate(function, leaves, **rest):
     total = 0
     for seed, output in enumerate(outputs):
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed))
-        weights = weights.bfloat16().double()  # the same in every dtype of outputs
+        weights = weights.bfloat16().double()  # exact in every dtype of the outputs
         total = total + (output.double() * weights).sum()
     gradients = torch.autograd.grad(total, [leaves[name] for name in wanted])
     return {f"output {i}": output.detach() for i, output in enumerate(outputs)} | {
@@ -35,7 +40,7 @@ def double(leaves):
 
 
 def relative_error(got, expected):
-    """The largest difference over the largest value; of tensors of any dtype. NaN counts as infinite."""
+    """Returns the largest difference divided by the largest value, for tensors of any dtype. NaN counts as infinite."""
     assert got.shape == expected.shape, (got.shape, expected.shape)
     if not expected.numel():
         return 0.0
@@ -46,7 +51,8 @@ def relative_error(got, expected):
 
 
 def assert_like(got, expected, most=None):
-    """Every tensor of a dict within `most`, a bound for all or those of some by their names, or within MOST for its dtype."""
+    """Asserts that every tensor of a dict is within a bound of the expected one. most: a bound for all tensors, or
+    {name: bound}. By default, the bound is the value in MOST for the dtype."""
     assert got.keys() == expected.keys()
     errors = {name: relative_error(tensor, expected[name]) for name, tensor in got.items()}
     if isinstance(most, float):
@@ -58,14 +64,15 @@ def assert_like(got, expected, most=None):
 
 
 def assert_like_reference(kernels, reference, leaves, most=None, **rest):
-    """kernels(**leaves) beside reference(**leaves in float64), outputs and gradients. Returns what `kernels` gave."""
+    """Compares kernels(**leaves) with reference(**leaves in float64), outputs and gradients. Returns the results of
+    `kernels`."""
     got = evaluate(kernels, leaves, **rest)
     assert_like(got, evaluate(reference, double(leaves), **rest), most)
     return got
 
 
 def equal(first, second):
-    """Of two dicts of tensors: whether they are the same to the bit."""
+    """Returns whether two dicts of tensors are bitwise equal."""
     if first.keys() != second.keys():
         return False
     return all(torch.equal(first[name], second[name]) for name in first)

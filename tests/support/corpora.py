@@ -1,4 +1,4 @@
-"""What the tests of get_dataset.py share: texts, what is read of an input, and what a dataset holds."""
+"""Shared helpers for the tests of get_dataset.py: they write texts, read inputs, and read the content of datasets."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from mamba_fsdp.settings.dataset_config import DatasetConfig
 
 
 def read_input(source, **settings):
-    """The texts, or arrays of token ids, of the documents in an input."""
+    """Returns the documents in an input, as texts or as arrays of token ids."""
     options = DatasetConfig(**settings)
     left_out = LeftOut()
     share = Share(find_files(str(source), options, left_out))
@@ -25,18 +25,18 @@ def read_input(source, **settings):
 
 
 def stored_documents(store):
-    """Each document of a store, with its eos."""
+    """Returns each document of a store, with its eos."""
     tokens, positions = store.read(0, store.token_count)
     return np.split(tokens, np.flatnonzero(positions == 0)[1:])
 
 
 def documents_of(path):
-    """The token ids of each document of the store in a folder, with its eos."""
+    """Returns the token ids of each document in the store of a folder, with its eos."""
     return [document.tolist() for document in stored_documents(TokenStore(path))]
 
 
 def make_texts(count, seed=0):
-    """Documents of words in several scripts, with line breaks inside, none of them blank."""
+    """Returns documents with words in several scripts and with line breaks. None of them is blank."""
     words = 'the of state space model α βγδ naïve 日本語 x=1 {"k": 2} emoji🙂 \t'.split(" ")
     chooser = random.Random(seed)
     return [
@@ -49,13 +49,13 @@ def make_texts(count, seed=0):
 
 
 def write_records(path, texts):
-    """A file of JSON lines, one for each text or list of token ids."""
+    """Writes a file of JSON lines, one for each text or list of token ids."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def write_store(path, documents, **how):
-    """A token store of documents given without their eos. how: as StoreWriter has it."""
+    """Writes a token store of documents that are given without their eos. how: arguments of StoreWriter."""
     writer = StoreWriter(path, **how)
     for document in documents:
         writer.append([*document, writer.eos])
@@ -63,7 +63,8 @@ def write_store(path, documents, **how):
 
 
 def write_learnable(path, seed, documents, tokenizer="ids:of the corpus"):
-    """Documents of random length in which each token mostly follows from the one before: something to learn."""
+    """Writes documents of random length in which each token mostly follows from the previous one, so that a model can
+    learn something."""
     random = np.random.default_rng(seed)
     written = []
     for _ in range(documents):
@@ -77,7 +78,7 @@ def write_learnable(path, seed, documents, tokenizer="ids:of the corpus"):
 
 
 def read_back(store):
-    """A store's documents as text."""
+    """Returns the documents of a store as text."""
     store = TokenStore(store)
     backend = Tokenizer.from_file(str(store.tokenizer_path / "tokenizer.json"))
     return [
@@ -87,7 +88,7 @@ def read_back(store):
 
 
 def content(folder):
-    """{name: bytes} of everything in a finished dataset but what says how long it took or where it came from."""
+    """Returns {name: bytes} of everything in a finished dataset, without durations and the path of the input."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(Path(folder).rglob("*"))

@@ -1,7 +1,8 @@
-"""Wheels that stand for CUDA's large libraries, 2.5 GB, in images that no GPU will run.
+"""Makes wheels that replace CUDA's large libraries (2.5 GB) in images that run without a GPU.
 
-torch 2.2.2 loads with them: each library has the functions that torch's own libraries name (cuda_functions.txt), which
-return an error. pip prefers their versions, such as 8.9.2.26+none, to those of the index.
+torch 2.2.2 can be imported with them: each library has the functions that torch's own libraries use
+(cuda_functions.txt), and these return an error. pip prefers the versions of these wheels, such as 8.9.2.26+none, to
+the versions in the index.
 """
 
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from tests.support.projects import PROJECT
 
-# Which package holds which library.
+# {package: the libraries in it}
 PACKAGES = {
     "cublas": ("libcublas.so.12", "libcublasLt.so.12"),
     "cudnn": ("libcudnn.so.8",),
@@ -24,7 +25,7 @@ PACKAGES = {
 
 
 def write_wheels(folder):
-    """Write a wheel of each package to `folder`, of the version that requirements/torch2.2.txt pins."""
+    """Writes a wheel of each package to `folder`, with the version that requirements/torch2.2.txt pins."""
     of_library = functions()
     requirements = (PROJECT / "requirements/torch2.2.txt").read_text()
     for name, libraries in PACKAGES.items():
@@ -38,7 +39,7 @@ def write_wheels(folder):
 
 
 def functions():
-    """{library: the functions of it that torch's own libraries name}."""
+    """Returns {library: its functions that torch's own libraries use}."""
     listed = Path(__file__).with_name("cuda_functions.txt").read_text()
     of_library = {}
     for section in listed.split("[")[1:]:
@@ -48,7 +49,8 @@ def functions():
 
 
 def compile_library(path, functions):
-    """A library of that name, as NVIDIA's have it: its functions bear it as their version."""
+    """Compiles a library with this name. Like in NVIDIA's libraries, the functions have the name as their symbol
+    version."""
     source = path.with_suffix(".c")
     version_script = path.with_suffix(".map")
     definitions = [f"int {name}(void) {{ return 1; }}\n" for name in ("stand_in", *functions)]

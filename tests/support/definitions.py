@@ -1,12 +1,13 @@
-"""The recurrences as they are defined, position by position."""
+"""Implements the recurrences by their definitions, position by position."""
 
 import torch
 import torch.nn.functional as F
 
 
 def loop(u, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx=None):
-    """Mamba-1's: (y, last state)."""
-    delta = F.softplus(dt + dt_bias, threshold=50)  # the default threshold of 20 costs 1e-10
+    """Computes the recurrence of Mamba-1. Returns (y, last state)."""
+    # The default threshold of 20 causes an error of 1e-10.
+    delta = F.softplus(dt + dt_bias, threshold=50)
     state, ys = initial_state, []
     for t in range(u.shape[1]):
         decay = torch.exp(delta[:, t, :, None] * A)
@@ -18,7 +19,7 @@ def loop(u, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx=None):
 
 
 def recurrence(x, dt, A, B, C, D, dt_bias, seq_idx=None, initial_state=None):
-    """Mamba-2's: (y, last state)."""
+    """Computes the recurrence of Mamba-2. Returns (y, last state)."""
     batch, length, heads, headdim = x.shape
     delta = F.softplus(dt + dt_bias)
     B, C = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (B, C))
@@ -36,7 +37,7 @@ def recurrence(x, dt, A, B, C, D, dt_bias, seq_idx=None, initial_state=None):
 
 
 def delta_recurrence(q, k, v, g, beta, seq_idx=None, initial_state=None):
-    """Gated DeltaNet's: (y, last state)."""
+    """Computes the recurrence of Gated DeltaNet. Returns (y, last state)."""
     heads = v.shape[2]
     q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
     q, k = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (q, k))
@@ -55,13 +56,13 @@ def delta_recurrence(q, k, v, g, beta, seq_idx=None, initial_state=None):
 
 
 def random_documents(batch, length):
-    """seq_idx of some four documents a row."""
+    """Returns a random seq_idx with about four documents per row."""
     starts = torch.rand(batch, length, generator=torch.Generator().manual_seed(1)) < 4 / length
     return starts.int().cumsum(1).int()
 
 
 def ssd_values(randn, batch, length, heads, headdim, groups, d_state):
-    """The SSD's inputs by name, of numbers that randn(*shape) draws."""
+    """Returns {name: input of the SSD}. The numbers are drawn by randn(*shape)."""
     return dict(
         x=randn(batch, length, heads, headdim),
         dt=randn(batch, length, heads) - 1,

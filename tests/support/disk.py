@@ -1,4 +1,4 @@
-"""A stand-in for storage that fails, once or from now on, as a file server does at a restart."""
+"""Simulates storage that fails, once or permanently, as during the restart of a file server."""
 
 import builtins
 import contextlib
@@ -12,7 +12,8 @@ OF_OS = "listdir lstat mkdir open rename replace rmdir scandir stat statvfs unli
 
 
 class Disk:
-    """The calls to the operating system for what lies in `folder`, without those of a thread that renews a lease."""
+    """Intercepts the calls to the operating system for files in `folder`, except the calls of a thread that renews a
+    lease."""
 
     def __init__(self, monkeypatch, folder):
         self.folder = str(folder)
@@ -26,7 +27,7 @@ class Disk:
 
     @contextlib.contextmanager
     def counting(self, failing=None):
-        """Notes the calls inside, in order, and fails that of the number `failing`."""
+        """Records the calls in the block, in order. The call with the number `failing` fails."""
         self.calls.clear()
         self.failing = failing
         self.counts = True
@@ -36,7 +37,7 @@ class Disk:
             self.counts = False
 
     def lose(self, end):
-        """From now on each call for a path that ends so fails."""
+        """Makes all later calls for paths with this ending fail."""
         self.lost = end
 
     def watched(self, name, real):

@@ -1,4 +1,5 @@
-"""The program in processes forked from one that has its imports: as Popens of it, without the seconds that these take."""
+"""Runs the program in processes that are forked from a process with all its imports, to save the seconds that the
+imports take. The processes have the interface of Popen."""
 
 import atexit
 import gc
@@ -18,13 +19,16 @@ from tests.support.ports import hold_port, rank_environment
 from tests.support.projects import PROJECT
 from tests.support.ranks import PROCESSES
 
-# Held until this process ends: nobody else is given one before a rank 0 listens there.
+# The ports are reserved until this process ends, so that no other process gets one before rank 0 listens on it.
 PORTS: list[socket.socket] = []
 
 
 class Training:
-    """What the tests use of a Popen. merged: what it writes to stderr is in its output, where it was written. program:
-    a file of the project, or ["-m", a module] as words of Python. folder: where it runs."""
+    """A running program with the part of Popen's interface that the tests use.
+
+    merged: whether stderr is part of the output. program: a file of the project, or ["-m", module] as in Python's
+    arguments. folder: the working directory.
+    """
 
     def __init__(self, words, environment, merged=False, program=("training.py",), folder=PROJECT):
         self._files = [tempfile.NamedTemporaryFile("r") for _ in range(1 if merged else 2)]
@@ -84,8 +88,11 @@ def _run(program, words, environment, out, err, folder):
 
 
 def start(command, folder, merged=True):
-    """A Training of a command line in a folder: `get_dataset.py ...`, `python -m MODULE ...` or `mamba-fsdp VERB ...`, also
-    with .venv/bin/ before it."""
+    """Starts a command line in a folder, and returns its Training.
+
+    The command is `get_dataset.py ...`, `python -m MODULE ...` or `mamba-fsdp VERB ...`, with or without .venv/bin/
+    before it.
+    """
     program, *words = shlex.split(command)
     program = program.removeprefix(".venv/bin/")
     if program == "mamba-fsdp":
@@ -97,7 +104,7 @@ def start(command, folder, merged=True):
 
 
 def output_of(process, command, code=0):
-    """What a Training of a command printed, when it has ended well, or with this code."""
+    """Returns the output of the Training of a command. Asserts that it succeeds, or that it has this exit code."""
     output, errors = process.communicate(800)
     assert process.returncode == code, f"{command}\n{output}\n{errors}"
     assert "Traceback" not in output + errors, f"{command}\n{output}\n{errors}"
@@ -105,7 +112,8 @@ def output_of(process, command, code=0):
 
 
 def start_ranks(count, words, program=("training.py",), folder=PROJECT, per_node=None):
-    """A Training for each rank, as torchrun starts them. per_node: ranks of a node; None: all."""
+    """Starts a Training for each rank, with the environment that torchrun sets. per_node: the number of ranks per
+    node; None: all ranks are on one node."""
     held = hold_port()
     PORTS.append(held)
     port = held.getsockname()[1]
@@ -117,10 +125,10 @@ def start_ranks(count, words, program=("training.py",), folder=PROJECT, per_node
 
 
 def said_by(ranks, timeout=800):
-    """What rank 0 printed, when all have ended well."""
+    """Returns the output of rank 0. Asserts that all ranks succeed."""
     try:
         said = [rank.communicate(timeout)[0] for rank in ranks]
-    finally:  # else pytest would wait at its end for one that hangs
+    finally:  # otherwise pytest would wait at its end for a process that hangs
         for rank in ranks:
             rank.kill()
     assert not any(rank.returncode for rank in ranks), "\n".join(said)

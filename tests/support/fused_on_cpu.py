@@ -1,5 +1,5 @@
-"""Run by test_fused.py in a process of its own: our calls of mamba-ssm's Mamba-2 kernels, answered on a CPU by that
-package's own reference functions. Prints nothing when outputs and gradients are those of the reference backend.
+"""Compares our calls of mamba-ssm's Mamba-2 kernels with the reference backend, on a CPU. The kernels are replaced by the
+reference functions of mamba-ssm. It prints nothing if outputs and gradients agree. test_fused.py runs it:
 
     python fused_on_cpu.py FOLDER_WITH_MAMBA_SSM
 """
@@ -11,7 +11,8 @@ import types
 from pathlib import Path
 
 sys.path[:0] = [sys.argv[1], str(Path(__file__).resolve().parents[2])]
-package = types.ModuleType("mamba_ssm")  # without running its __init__, which loads everything else
+# Its __init__ is not run, because it imports everything else.
+package = types.ModuleType("mamba_ssm")
 package.__path__ = [f"{sys.argv[1]}/mamba_ssm"]
 sys.modules["mamba_ssm"] = package
 sys.modules["selective_scan_cuda"] = types.ModuleType("selective_scan_cuda")
@@ -38,9 +39,10 @@ def causal_conv1d_reference(x, weight, bias, activation):
 
 
 def answered_by(reference, kernel, sequences, ignored):
-    """A stand-in for `kernel` that takes exactly its arguments and runs `reference`, document by document.
+    """Returns a replacement for `kernel` that accepts exactly its arguments and calls `reference` for each document.
 
-    sequences: names of the arguments that have a length; ignored: those that the reference has no use for.
+    sequences: the names of the arguments that have a length. ignored: the names of the arguments that the reference
+    does not use.
     """
     signature = inspect.signature(kernel)
 
@@ -71,7 +73,7 @@ def scan_reference(x, dt, A, B, C, chunk_size, **rest):
 
 
 def mixer_reference(**given):
-    """What multiplies the activations comes in their dtype, the parameters of the recurrence in float32."""
+    """Factors of the activations have the dtype of the activations. The parameters of the recurrence are in float32."""
     of_products = {given[name].dtype for name in ("conv1d_weight", "conv1d_bias", "outproj_weight")}
     assert of_products == {given["zxbcdt"].dtype}
     assert {given[name].dtype for name in ("dt_bias", "A", "D")} == {torch.float32}
@@ -96,7 +98,7 @@ ssd_combined.mamba_split_conv1d_scan_combined = answered_by(
 
 
 def compare(operator, tensors, **rest):
-    """Outputs and gradients of the two backends, documents counted from 0 or not."""
+    """Compares outputs and gradients of the two backends, with documents that are counted from 0 or not."""
     for seq_idx in (None, torch.tensor([4, 4, 4, 5, 5, 6, 6, 6, 6, 6, 6]).expand(2, 11)):
         how = {**rest, "seq_idx": seq_idx}
         reference, fused = (
@@ -108,7 +110,7 @@ def compare(operator, tensors, **rest):
 
 
 def mixer(seq_idx, backend, x, **weights):
-    """A Mamba-2 layer, in one call where it is fused."""
+    """A Mamba-2 layer that is computed by a single call if it is fused."""
     config = ModelConfig(d_model=8, headdim=4, d_state=8, chunk_size=16)
     layer = Mamba2(config, REFERENCE | ({"mamba2": "fused"} if backend == "fused" else {}))
     weights = {name.replace("__", "."): value for name, value in weights.items()}

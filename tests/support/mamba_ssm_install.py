@@ -1,7 +1,5 @@
-"""mamba-ssm's Python modules, without its CUDA kernels, in a cache folder outside the project.
-
-Nothing of it runs on a GPU here: it calls its own reference functions.
-"""
+"""Installs the Python modules of mamba-ssm, without its CUDA kernels, in a cache folder outside the project. Tests
+call only its reference functions, and never a GPU."""
 
 import os
 import sys
@@ -20,7 +18,8 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mamb
 
 @lru_cache
 def mamba_ssm_folder():
-    """The folder to put on the path, installed on first use. Skips the test where that can't be done."""
+    """Returns the folder to put on the path. Installs mamba-ssm at the first use, and skips the test if that is
+    impossible."""
     folder = CACHE / f"mamba-ssm-{VERSION}"
     if folder.exists():
         return folder
@@ -49,6 +48,8 @@ def mamba_ssm_folder():
 
 
 def with_triton():
-    """What the environment of a process has beside the usual that imports mamba-ssm's Triton kernels: they need a
-    Triton, which the cpu stack has not. Skips the test where none can be installed."""
+    """Returns the environment of a process that imports mamba-ssm's Triton kernels.
+
+    They need a Triton, and the cpu stack does not have one. Skips the test if no Triton can be installed.
+    """
     return {"PYTHONPATH": str(fetch(NEWEST))}

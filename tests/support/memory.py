@@ -1,4 +1,4 @@
-"""How much memory operators take."""
+"""Measures the memory of operators."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_flatten
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the most bytes that any operation's result lies in."""
+    """Records the size in bytes of the largest storage of any operation's result."""
 
     bytes = 0
 

@@ -1,4 +1,4 @@
-"""Small models of every family for the tests of the model."""
+"""Makes small models of every family for the tests of the model."""
 
 import torch
 
@@ -29,9 +29,10 @@ FAMILIES = {name: model_config(words) for name, words in WORDS.items()}
 
 
 def small_model(family, **more):
-    """With random values, so that nothing is left at 0 or 1 and hides a mix-up."""
+    """Returns a small model with random values, because values of 0 or 1 could hide that two tensors are swapped."""
     model = MambaLM(FAMILIES[family], **more)
-    model.load_state_dict(random_state(model.config), strict=False)  # a tied head is the embedding
+    # Not strict, because a tied head is the embedding.
+    model.load_state_dict(random_state(model.config), strict=False)
     return model
 
 

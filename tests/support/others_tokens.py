@@ -1,11 +1,11 @@
-"""Tokens as others write them."""
+"""Writes files of token ids in the formats of other programs."""
 
 import numpy as np
 import pyarrow
 
 
 def write_fms(path, documents, column="tokens"):
-    """An Arrow file of fms-fsdp's: a record batch of plain integers for each document."""
+    """Writes an Arrow file in the format of fms-fsdp: a record batch of plain integers for each document."""
     path.parent.mkdir(parents=True, exist_ok=True)
     schema = pyarrow.schema([(column, pyarrow.uint32())])
     with pyarrow.ipc.new_file(str(path), schema) as writer:

@@ -1,10 +1,11 @@
-"""Ports and names for ranks that are to meet."""
+"""Chooses ports and environment variables for ranks that connect to each other."""
 
 import socket
 
 
 def hold_port() -> socket.socket:
-    """A socket that keeps a free port from whoever asks for any, but not from TCPStore, which names it."""
+    """Returns a socket that reserves a free port. Other processes do not get it when they ask for any port, but
+    TCPStore can use it by its number."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("", 0))
@@ -12,7 +13,8 @@ def hold_port() -> socket.socket:
 
 
 def rank_environment(rank, count, port, per_node=None):
-    """What torchrun sets for a rank. per_node: ranks of a node; None: all."""
+    """Returns the environment variables that torchrun sets for a rank. per_node: the number of ranks per node; None:
+    all ranks are on one node."""
     per_node = per_node or count
     return {
         "RANK": str(rank),

@@ -24,10 +24,9 @@ PARTS = [
 # The stack of the environment in which the tests run; tests/run.sh sets it.
 STACK = os.environ.get("MAMBA_FSDP_TEST_STACK", "cpu")
 
-# Counts steps where the real one trains. How it ends is up to the environment:
-# FAKE=storage|deaf|held (the first start waits at step 10 for a request to stop), a file
-# `fail` in the run folder, and how long it saves: FAKE_COMMIT_SECONDS. With as many steps as FOR_EVER says, no machine
-# is so slow that they are over before the test has done what it wants to do meanwhile.
+# A training program that only counts steps. Its end depends on the environment: FAKE=storage|deaf|held (the first start
+# waits at step 10 for a request to stop), a file `fail` in the run folder, and FAKE_COMMIT_SECONDS, the duration of a save.
+# FOR_EVER is a number of steps that takes longer than any test.
 FAKE_TRAINING = r"""
 import json, os, resource, signal, sys, time
 from pathlib import Path
@@ -39,7 +38,7 @@ if "resolved" in settings:
     settings = {name: values[name] for name in content["explicit"]}
 run, steps = Path(settings["save_ckpt_path"]), int(settings.get("num_steps", 5))
 rank, fake = int(os.environ["RANK"]), os.environ.get("FAKE", "")
-def mark(file):  # as names.stop_file_id
+def mark(file):  # the same as names.stop_file_id
     return f"{file.stat().st_ino}-{file.stat().st_mtime_ns}" if file.exists() else ""
 def stops(): # what asks this start to stop
     files = [run / "STOP", Path(os.environ["MAMBA_FSDP_START"], "STOP")]
@@ -47,7 +46,7 @@ def stops(): # what asks this start to stop
 asked = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, lambda number, _: asked.append(signal.Signals(number).name))
-signal.pthread_sigmask(signal.SIG_SETMASK, ())  # as a rank does: its launcher blocks them
+signal.pthread_sigmask(signal.SIG_SETMASK, ())  # like a rank, because its launcher blocks the signals
 
 def first_rank_writes(name, text):
     if rank == 0:
@@ -71,14 +70,14 @@ step = int(saved[-1].parent.name[5:]) if saved else 0
 run.mkdir(parents=True, exist_ok=True)
 line = json.dumps({"rank": rank, "step": step, "settings": settings, "environment": dict(os.environ),
                    "cwd": os.getcwd(), "open_files": resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE)}) + "\n"
-with open(run / "starts.jsonl", "ab", buffering=0) as file:  # in one piece, beside those of other ranks
+with open(run / "starts.jsonl", "ab", buffering=0) as file:  # written with one call, because other ranks write to the file too
     file.write(line.encode())
-# In one call, as ranks of a node share a pipe and none may write into the line of another.
+# Written with one call, because the ranks of a node share a pipe, and lines must not be mixed.
 sys.stdout.write(f"fake rank {rank} of {os.environ['WORLD_SIZE']} at step {step}\n")
 sys.stdout.flush()
 status("running", step)
 if fake == "storage" and rank == int(os.environ["WORLD_SIZE"]) - 1:
-    while (run / "starts.jsonl").read_text().count("\n") <= rank:  # until the others have begun, too
+    while (run / "starts.jsonl").read_text().count("\n") <= rank:  # until the other ranks have started
         time.sleep(0.05)
     fail(74)
 def commit():
@@ -93,7 +92,7 @@ while step < steps:
         commit()
     if rank == 0 and (run / "fail").exists():
         fail(1)
-    if asked or stops():  # at the end of a step, as the real one
+    if asked or stops():  # at the end of a step, like the real program
         break
 while fake == "deaf":
     time.sleep(1)

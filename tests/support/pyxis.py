@@ -1,5 +1,4 @@
-"""Stand-ins for Slurm's commands that treat containers like Pyxis, as far as 1.train.sbatch can
-observe.
+"""Simulates Slurm's commands with containers like those of Pyxis, as far as 1.train.sbatch can observe.
 
 Source: pyxis_slurmstepd.c, args.c, pyxis_slurmd.c of Pyxis 0.20 and 0.24, runtime.sh of Enroot 4.1.
 """
@@ -30,11 +29,11 @@ PYXIS_OPTIONS = {
     "container-name=...:no_exec": (0, 14),
     "container-env": (0, 15),
 }
-OLDEST_PYXIS = (0, 19)  # the version on HyperPod
-# Writes its words down, then runs the command as each node would, one after the other. The container lacks Slurm's
-# commands. What a test sets in the environment: BROKEN_NODES start no container; PREFLIGHT is the exit code of a preflight
-# that is not made; OUTCOMES are those of the trainings, one after the other, {} of one that is killed; at the command that
-# AT is a part of, SIGNAL reaches the job, and the training then waits for the file STOP, unless OUTCOMES is [].
+OLDEST_PYXIS = (0, 19)  # the version that HyperPod has
+# Records its arguments, then runs the command for each node, one after the other. Slurm's commands do not exist in the
+# container. Tests set these variables. BROKEN_NODES: nodes that start no container. PREFLIGHT: the exit code of a preflight,
+# which is then not run. OUTCOMES: the outcomes of the trainings in order; {} for a training that is killed. AT: a part of the
+# command during which the job gets the signal SIGNAL; the training then waits for the file STOP, unless OUTCOMES is [].
 SRUN = f'''#!{sys.executable}
 import itertools, json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -51,7 +50,7 @@ given = dict(option[2:].split("=", 1) for option in options if "=" in option)
 for option in options:
     if option[2:].split("=")[0] not in {SLURM_OPTIONS | PYXIS_OPTIONS.keys()}:
         sys.exit(f"srun: unrecognized option '{{option}}'")
-nodes = given.get("nodelist", "node1").split(",")  # a person may name none
+nodes = given.get("nodelist", "node1").split(",")  # a command of a user can lack it
 if "nodelist" in given:
     assert given["nodes"] == given["ntasks"] == str(len(nodes)), "as many as are named"
 image, mounts = given.get("container-image"), [m.split(":")[0] for m in given.get("container-mounts", "").split(",")]
@@ -76,7 +75,7 @@ def start_container(node):
         if name:
             place.mkdir(parents=True)
     for mount in mounts:
-        # 0.24 writes spaces as \\\\040 itself, 0.20 not at all
+        # Pyxis 0.24 escapes spaces as \\\\040, and 0.20 does not
         if not Path(mount).exists() or " " in mount or "\\\\" in mount:
             return refuse(node, f"--container-mounts: source path does not exist: {{mount}}")
     seen = os.environ["NVIDIA_VISIBLE_DEVICES"] if "container-env" in given else "all"  # the image's own value
@@ -121,7 +120,7 @@ if is_told:
     time.sleep(600)
 if "preflight" in command and "PREFLIGHT" in os.environ:
     sys.exit(int(os.environ["PREFLIGHT"]))
-if any(word.endswith("node_guard.py") for word in command):  # beside the job's other steps, and on all nodes at once
+if any(word.endswith("node_guard.py") for word in command):  # it runs simultaneously with other steps, and on all nodes
     command = ["127.0.0.1" if word == "node1" else word for word in command]
     here = {{node: {{**os.environ, "SLURMD_NODENAME": node}} for node in nodes}}
     guards = [subprocess.Popen(command, env=here[node]) for node in nodes]

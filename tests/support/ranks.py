@@ -1,4 +1,5 @@
-"""Running a function on several ranks over gloo, each in a process of its own, and a tiny training to compare."""
+"""Runs a function on several ranks over gloo, each in its own process. Provides a tiny training whose results can be
+compared."""
 
 import dataclasses
 import gc
@@ -24,16 +25,16 @@ from mamba_fsdp.trainer.step_stats import sum_over_ranks
 from tests.support.ports import rank_environment
 
 RATE = 0.01
-# No number of ranks divides the rows of its matrices.
+# The rows of its matrices are not divisible by any number of ranks.
 SMALL = ModelConfig(d_model=21, d_state=3, vocab_size=50, pad_vocab_size_multiple=1, n_layer=3)
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children
 PROCESSES = multiprocessing.get_context(
     "forkserver"
-)  # its server imports torch once; each rank is then there at once
+)  # the fork server imports torch once, so that ranks start quickly
 PROCESSES.set_forkserver_preload(
     [
         "fire",
-        "pytest",  # and what else the tests' own modules import, where the ranks' functions lie
+        "pytest",  # and the other imports of the test modules that contain the ranks' functions
         "torch.distributed.fsdp",
         "torch.distributed.device_mesh",
         "torch._dynamo",
@@ -50,13 +51,14 @@ PROCESSES.set_forkserver_preload(
 
 
 def run_ranks(count, function, *arguments, launched=True, seconds=400):
-    """`function(world, *arguments)` on `count` ranks; returns their results in order.
+    """Runs `function(world, *arguments)` on `count` ranks. Returns their results in the order of ranks.
 
-    Raises AssertionError with the traceback of a rank that fails. launched=False leaves out what torchrun would set.
+    launched: whether to set the environment variables of torchrun. Raises AssertionError with the traceback of a rank
+    that fails.
     """
     store = TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )  # at a port that it holds
+    )  # with a port that it has reserved
     ranks = []
     for rank in range(count):
         receiver, sender = PROCESSES.Pipe(duplex=False)
@@ -74,7 +76,7 @@ def run_ranks(count, function, *arguments, launched=True, seconds=400):
             try:
                 result, failure = pickle.loads(
                     receiver.recv_bytes()
-                )  # by value: shared tensors die with their rank
+                )  # pickled by value, because shared tensors disappear with their rank
             except EOFError:
                 process.join()
                 result, failure = None, f"died with exit code {process.exitcode}"
@@ -95,7 +97,7 @@ def _rank(sender, rank, count, port, function, arguments):
             TORCHELASTIC_RESTART_COUNT="0",
         )
     torch.set_num_threads(1)
-    gc.freeze()  # what was there before it: a collection would look at it all, and so copy its pages
+    gc.freeze()  # a garbage collection would otherwise touch, and so copy, all pages of the parent process
     try:
         world = start_world(timeout_minutes=3)
         sender.send_bytes(pickle.dumps((function(world, *arguments), None)))
@@ -105,7 +107,7 @@ def _rank(sender, rank, count, port, function, arguments):
 
 
 def train_whole(world, settings, **how):
-    """A run of run_training on this rank, in the world that it has."""
+    """Runs run_training on this rank, in the world that it has."""
 
     def start_world(timeout_minutes):
         return world
@@ -115,7 +117,7 @@ def train_whole(world, settings, **how):
 
 
 class Scaled(MambaLM):
-    """A language model, whose loss a test may multiply."""
+    """A language model with a loss that a test can multiply."""
 
     loss_factor = 1.0
 
@@ -132,7 +134,8 @@ def build(
     optimizer="adamw",
     **how,
 ):
-    """(filled ParallelModel, its optimiser). shard_size: ranks of a node. how: settings of ParallelConfig."""
+    """Returns (initialized ParallelModel, its optimizer). shard_size: the number of ranks per node. how: settings of
+    ParallelConfig."""
     if shard_size:
         world = dataclasses.replace(world, local_size=shard_size)
     settings = ParallelConfig(sharding_strategy=strategy, **how)
@@ -149,8 +152,8 @@ def tokens(step):
 
 
 def train(world, parallel, optimizer, steps, micro_batches=2):
-    """The loop's own steps, on the same global batches for any world. Returns [(loss, gradient norm, whether it was
-    applied)]."""
+    """Takes the steps of the training loop, with the same global batches on any number of ranks. Returns [(loss,
+    gradient norm, whether the step was applied)]."""
     records = []
     for step in steps:
         mine = tokens(step).view(world.size, micro_batches, -1, 9)[world.rank]
@@ -165,7 +168,7 @@ def train(world, parallel, optimizer, steps, micro_batches=2):
 
 
 def whole(world, shards):
-    """Name -> full tensor, put together from every rank's shards."""
+    """Returns {name: full tensor}, assembled from the shards of all ranks."""
     mine = [(shard.name, shard.shape, shard.start, shard.data.clone()) for shard in shards]
     gathered = world.broadcast_object(world.gather_on_rank0(mine))
     tensors = {name: torch.full(shape, float("nan")) for name, shape, _, _ in gathered[0]}

@@ -1,8 +1,10 @@
-"""Run by test_state_spaces.py in a process of its own: mamba-ssm's own language model on a CPU, its kernels answered by
-the reference functions of the same package. Loads each model folder as its users do, computes logits, the mean loss
-of all next tokens and its gradients, and saves the model again.
+"""Runs mamba-ssm's own language model on a CPU, with its kernels replaced by the reference functions of the same
+package.
 
-    python reference_on_cpu.py FOLDER_WITH_MAMBA_SSM FOLDER_OF_MODELS
+test_state_spaces.py runs it in its own process. It loads each model folder in the way that users of mamba-ssm do,
+computes the logits, the mean loss of all next tokens and its gradients, and saves the model again.
+
+python reference_on_cpu.py FOLDER_WITH_MAMBA_SSM FOLDER_OF_MODELS
 """
 
 import sys
@@ -49,7 +51,7 @@ for folder in Path(sys.argv[2]).iterdir():
     model = MambaLMHeadModel.from_pretrained(
         str(folder / "exported"), device="cpu", dtype=torch.float32
     ).eval()
-    # Strict, and says so.
+    # Loading is strict, and the output confirms it.
     model.load_state_dict(torch.load(folder / "exported" / "pytorch_model.bin", weights_only=True))
     for module in model.modules():
         for switch in ("use_fast_path", "use_mem_eff_path", "fused_add_norm"):

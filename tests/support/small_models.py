@@ -1,4 +1,4 @@
-"""Random small models of every family, in each of the forms, for the tests of interop."""
+"""Makes random small models of every family, in each file format, for the tests of interop."""
 
 import dataclasses
 import json
@@ -10,8 +10,8 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 from tests.support.tiny import model_config
 
-# One of everything odd: sizes that are not a multiple of anything, ties, padding, head ratios, partial rotary, state
-# sizes.
+# Models with unusual values: sizes that are not a multiple of anything, tied embeddings, padding, head ratios, partial
+# rotary positions, state sizes.
 WORDS = {
     "mamba1": "layers=mamba1 d_model=24 n_layer=3 vocab_size=53 d_state=5 d_conv=3",
     "mamba1-untied-rank": "layers=mamba1 d_model=40 n_layer=2 vocab_size=64 dt_rank=7 expand=3 tie_embeddings=false",
@@ -28,11 +28,11 @@ WORDS = {
     "d_intermediate=384 rope_theta=1e6",
 }
 CONFIGS = {name: model_config(words) for name, words in WORDS.items()}
-# transformers >= 5
+# requires transformers 5 or newer
 GROUPED = model_config(
     "layers=mamba2 d_model=32 n_layer=2 vocab_size=50 d_state=16 headdim=16 ngroups=2"
 )
-# No version of transformers has it.
+# This model type does not exist in any version of transformers.
 MAMBA3 = model_config(
     "layers=mamba3+mlp d_model=32 n_layer=2 vocab_size=50 pad_vocab_size_multiple=16 d_state=24 headdim=16 ngroups=2 "
     "d_intermediate=128 decay_activation=softplus"
@@ -66,7 +66,8 @@ BAMBA = {
 
 
 def random_state(config, seed=0):
-    """{name: tensor}: initial values, but nothing is left at a value that would hide a mix-up, such as ones."""
+    """Returns {name: tensor} with the initial values. Values such as ones are replaced, because they could hide that
+    two tensors are swapped."""
     model = MambaLM(config)
     generator = torch.Generator().manual_seed(seed)
     state = {}
@@ -79,7 +80,7 @@ def random_state(config, seed=0):
 
 
 def model_of(config, get, dtype=torch.float32):
-    """Our MambaLM with the weights that get(name) gives."""
+    """Returns our MambaLM with the weights get(name)."""
     model = MambaLM(config, compute_dtype=dtype).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -88,7 +89,7 @@ def model_of(config, get, dtype=torch.float32):
 
 
 def write_ours(folder, config, state=None):
-    """A folder in our form, written here by hand; random_state(config), unless another state is given."""
+    """Writes a model folder in our format, without the library. state: its tensors, by default random_state(config)."""
     state = state or random_state(config)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
@@ -98,7 +99,7 @@ def write_ours(folder, config, state=None):
 
 
 def write_tokenizer(folder):
-    """A byte-level tokenizer with an end of text, as transformers saves it."""
+    """Writes a byte-level tokenizer with an end-of-text token, in the format of transformers."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -117,7 +118,7 @@ def write_tokenizer(folder):
 
 
 def assert_same(weights, config, state):
-    """The Weights are bitwise these tensors, and the config means the same model."""
+    """Asserts that the Weights are bitwise equal to these tensors, and that the config describes the same model."""
     assert weights.shapes.keys() == state.keys()
     for name, tensor in state.items():
         found = weights.get(name)

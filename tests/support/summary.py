@@ -1,12 +1,13 @@
-"""What tests/run.sh and .ci/run end with: a table of their parts, the slowest tests, what is skipped with its reason, one
-line over all.
+"""Prints the summary of tests/run.sh and .ci/run: a table of the parts, the slowest tests, the skipped tests with their
+reasons, and one line for everything.
 
     python3 tests/support/summary.py FOLDER [--may-be-empty] cpu/tests cpu/kernels torch2.2/tests
 
-A part is one call of pytest. It leaves two files in the folder: `cpu-tests.xml`, which pytest writes (--junitxml), and
-`cpu-tests.end`, the exit status of pytest, the seconds that it took and those that it may take. One that could not begin leaves its reason
-instead, in `cpu-tests.skipped`. A part without these files was killed, and counts as a failure, as does one that ran no
-test; but with --may-be-empty, for words such as `-k tied`, only the parts together must run one.
+A part is one call of pytest. It leaves two files in the folder: `cpu-tests.xml`, written by pytest (--junitxml), and
+`cpu-tests.end` with the exit status of pytest, the seconds that it took and its time limit. A part that could not begin
+leaves the reason in `cpu-tests.skipped` instead. A part without these files was killed, and counts as a failure. A part
+that ran no test also counts as a failure. With --may-be-empty, for arguments such as `-k tied`, only all parts together
+must run a test.
 """
 
 import os
@@ -17,17 +18,17 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 SLOWEST = 10
-# Exit statuses of pytest. It is interrupted by Ctrl-C, or where a file can't be collected or an option says so (-x).
+# Exit statuses of pytest. It is interrupted by Ctrl-C, by a file that can't be collected, or because of an option (-x).
 EMPTY = 5
 ENDS = {2: "it was interrupted", EMPTY: "it ran no test"}
-# CI's machine (CI=true) has all that these tests need. There a skipped one is a failure.
+# The machine of CI (CI=true) has everything that these tests need, so a skipped test is a failure there.
 MUST_RUN_ON_CI = [
     "cpu: tests/container/",
     "cpu: tests/launch/",
     "cpu: kernels",
     "torch2.2: ",
 ]
-# These can't run on it: the pinned stack lacks what newer ones have. An image is built only if its
+# These tests can be skipped on it, because the pinned stack lacks features of newer ones. An image is built only if its
 # files have changed.
 MAY_BE_SKIPPED_ON_CI = [
     "the same files as in the last real build",
@@ -38,16 +39,16 @@ MAY_BE_SKIPPED_ON_CI = [
 
 @dataclass
 class Part:
-    """The outcome of one call of pytest."""
+    """The result of one call of pytest."""
 
     stack: str
     name: str
     seconds: int = 0
-    budget: int = 0  # seconds on two quiet cores
+    budget: int = 0  # time limit in seconds on two idle cores
     passed: int = 0
-    failed: list[str] = field(default_factory=list)  # a line for each
-    skipped: list[str] = field(default_factory=list)  # for each its file and the reason
-    times: list[tuple[float, str]] = field(default_factory=list)  # of each test: seconds, name
+    failed: list[str] = field(default_factory=list)  # a line for each failed test
+    skipped: list[str] = field(default_factory=list)  # the file and the reason of each skipped test
+    times: list[tuple[float, str]] = field(default_factory=list)  # (seconds, name) of each test
 
     def skip(self, test: str, reason: str) -> None:
         reason = " ".join(reason.split())
@@ -61,7 +62,7 @@ class Part:
             self.skipped.append(f"{self.stack}: {file}: {reason}")
 
     def count(self, case: ElementTree.Element) -> None:
-        """Counts one test of pytest's file. A module that can't be collected stands there like a test."""
+        """Counts a test in pytest's file. A module that can't be collected is listed there like a test."""
         test = f"{case.get('file', '')}::{case.get('name')}"
         self.times.append((float(case.get("time", 0)), f"{self.stack}: {test}"))
         skip = case.find("skipped")
@@ -76,7 +77,7 @@ class Part:
             self.passed += 1
 
     def end(self, status: int, may_be_empty: bool) -> None:
-        """Adds a failure for an exit status of pytest that is not its tests'."""
+        """Adds a failure for an exit status of pytest that is not caused by a failed test."""
         is_told = self.failed or (status == EMPTY and may_be_empty)
         if status and not is_told:
             reason = ENDS.get(status, f"pytest ended with status {status}")

@@ -1,4 +1,4 @@
-"""The settings of a run that takes a second, and settings from words."""
+"""Provides the settings of a run that takes a second, and parses settings."""
 
 from mamba_fsdp.settings.resolve import resolve_settings
 
@@ -19,7 +19,7 @@ TINY = {
     "kernels": "reference",
 }
 
-# Something of each family of hybrids whose ranks can share sequences.
+# A layer of each family of hybrids whose sequences can be shared by ranks.
 HYBRID = {
     "layers": "mamba1,mamba2/attention+mlp,mlp,mamba3+mlp",
     "n_layer": 4,
@@ -41,16 +41,16 @@ HYBRID = {
 
 
 def as_words(settings):
-    """As they stand on a command line."""
+    """Returns the settings in the notation of the command line."""
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
 def resolved(file=None, **given):
-    """The settings of a run, of these as a user writes them."""
+    """Returns the resolved settings of a run. The arguments are settings as a user writes them."""
     words = {name: str(value) for name, value in given.items()}
     return resolve_settings(words, file)
 
 
 def model_config(text):
-    """The ModelConfig of settings as a user types them: `name=value name=value`."""
+    """Returns the ModelConfig of settings in the notation `name=value name=value`."""
     return resolve_settings(dict(word.split("=", 1) for word in text.split())).model

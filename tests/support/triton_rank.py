@@ -1,5 +1,5 @@
-"""One rank that uses Triton's cache as Triton's compiler does. Run by the tests: python triton_rank.py PLAN (JSON,
-see main)."""
+"""Runs one rank that uses Triton's cache like Triton's compiler. Tests run it: python triton_rank.py PLAN (JSON, see
+main)."""
 
 import hashlib
 import json
@@ -13,14 +13,14 @@ STAGES = ("ttir", "ttgir", "llir", "ptx", "cubin")
 
 
 def contents(kernel, stage, author, size):
-    """Text or bytes that show who wrote them and that they are whole."""
+    """Returns text or bytes that identify their author, and that show whether they are complete."""
     body = f"{kernel}.{stage} by {author}\n".encode() * (size // 16 + 1)
     data = body + hashlib.sha256(body).hexdigest().encode()
     return data if stage in ("cubin", "so") else data.decode()
 
 
 def author_of(path):
-    """Who wrote the file; AssertionError when it is torn."""
+    """Returns the author of the file. Raises AssertionError if the file is incomplete."""
     with open(path, "rb") as file:
         data = file.read()
     assert hashlib.sha256(data[:-64]).hexdigest().encode() == data[-64:], (
@@ -30,7 +30,8 @@ def author_of(path):
 
 
 def compile_kernel(cache, kernel, author, size):
-    """The thirteen puts of Triton's compile() in its order, then the launch; returns "hit" or "compiled"."""
+    """Writes the thirteen cache entries of Triton's compile() in its order, then launches. Returns "hit" or
+    "compiled"."""
     key = hashlib.sha256(kernel.encode()).hexdigest()
     manager, dump = cache.get_cache_manager(key), cache.get_dump_manager(key)
     group = manager.get_group(f"{kernel}.json") or {}
@@ -57,8 +58,8 @@ def compile_kernel(cache, kernel, author, size):
 
 
 def die_at(count):
-    """Let this process be killed in the middle of its count-th write: the temporary file is there, the final one
-    not."""
+    """Kills this process in the middle of the write with this number: the temporary file exists, and the final one
+    does not."""
     replace = os.replace
 
     def counted(*paths):
@@ -72,16 +73,16 @@ def die_at(count):
 
 
 def meet(folder, plan):
-    """Returns when all `ranks` are here."""
+    """Waits until all `ranks` have called it."""
     open(os.path.join(folder, plan["author"]), "w").close()
     while len(os.listdir(folder)) < plan["ranks"]:
         time.sleep(0.001)
 
 
 def main(plan):
-    """plan: kernels, author, and optionally size (bytes), pid and seed to pose with, die_at, and a folder
-    `gate` in which this rank waits for all `ranks` before it starts."""
-    import triton.runtime.cache as cache  # here, so that the tests themselves can import this file without Triton
+    """Runs the rank. plan: an object with the fields kernels and author, and optionally size (bytes), pid and seed to
+    pretend, die_at, and `gate`, a folder in which this rank waits for all `ranks` before it starts."""
+    import triton.runtime.cache as cache  # imported here, so that tests can import this file without Triton
 
     if "pid" in plan:
         os.getpid = lambda: plan["pid"]

@@ -1,4 +1,4 @@
-"""Tritons for the tests of their caches, which need no torch."""
+"""Installs versions of Triton for the tests of its cache, which do not need torch."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ PATCHED, NEWEST = "2.2.0", "3.9.0"
 
 
 def fetch(version):
-    """The folder of a Triton, kept between runs. Skips the test where it can't be installed."""
+    """Returns the folder of a Triton that is kept between test runs. Skips the test if it can't be installed."""
     try:
         return triton_folder(version)
     except OSError as error:
@@ -19,7 +19,7 @@ def fetch(version):
 
 
 def bare_triton_2_2(folder):
-    """Triton 2.2.0 reduced to its cache module: its package would import torch."""
+    """Returns Triton 2.2.0 reduced to its cache module, because the whole package would import torch."""
     runtime = folder / "triton" / "runtime"
     runtime.mkdir(parents=True)
     (folder / "triton" / "__init__.py").write_text(f"__version__ = '{PATCHED}'\n")

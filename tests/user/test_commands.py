@@ -1,9 +1,9 @@
-"""What a user does, command by command, in a folder of their own: text and others' tokens in, a training that is stopped
-and resumed, every kind of layer, and all that is done with what a training leaves.
+"""Runs the commands of a user, one after the other, in a folder: converting texts and token ids of other programs, a
+training that is stopped and resumed, every kind of layer, and the use of the files that a training leaves.
 
-The commands are those of README.md and docs/, which tests/readme runs as they stand there (`get_dataset.py builtin` with
-the demo on it among them); these are their other forms. Each runs in a process that is forked from one that has the
-imports: as the user's own, without the seconds that these take. Both stacks run all of them.
+tests/readme runs the commands of README.md and docs/ exactly as they are written, for example `get_dataset.py builtin`
+and the demo. This file runs other forms of these commands. Each command runs in a process that is forked from a
+process with all imports, to save the seconds that they take. Both stacks run all commands.
 """
 
 import re
@@ -28,7 +28,7 @@ TOKENIZER = "--tokenizer=data/texts/train/tokenizer"
 
 
 def write_inputs(folder):
-    """One input of each kind, in the folder."""
+    """Writes an input of each kind to the folder."""
     (folder / "texts").mkdir()
     for name in range(FILES):
         lines = [f"def f_{name}_{number}(x): return {number} * x\n" for number in range(LINES)]
@@ -50,20 +50,20 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def enter(home):
-    """enter(command) -> what it printed."""
+    """enter(command): runs a command and returns its output."""
     return lambda command: output_of(start(command, home), command)
 
 
 @pytest.fixture(scope="session")
 def store(home):
-    """data/texts in the user's folder, with a tokenizer that is trained on the texts."""
+    """The token store data/texts in the user's folder. Its tokenizer is trained on the texts."""
     command = "get_dataset.py texts data/texts --tokenizer=train:300 --validation_fraction=0.1"
     output_of(start(command, home), command)
     return home / "data/texts"
 
 
 def losses(run):
-    """The loss of each step of a run, in the order in which they were recorded."""
+    """Returns the loss of each step of a run, in the order in which they were recorded."""
     entries = records.read_entries(run / "metrics.jsonl")
     return [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
 
@@ -74,9 +74,11 @@ STEPS = 8
 
 @pytest.fixture(scope="session")
 def run(home, store):
-    """runs/demo in the user's folder: the demo's recipe. SIGUSR1 stops it, and the same command resumes it.
+    """A run in runs/demo in the user's folder, with the recipe of the demo. SIGUSR1 stops it, and the same command
+    resumes it.
 
-    The first start has far more steps than can pass; the second has some behind the checkpoint that the first left.
+    The first start has more steps than it can take before the signal. The second start has some steps after the
+    checkpoint of the first.
     """
     command = f"{DEMO} --save_ckpt_path=runs/demo {FOR_EVER} --eval_interval=0"
     process = start(command, home)
@@ -120,7 +122,7 @@ TINY = "--d_model=16 --d_state=8 --seq_length=64 --batch_size=2 --report_interva
 CHECKPOINTING = "--fsdp_activation_checkpointing=true --selective_checkpointing=0.5"
 ATTENTION = "--n_head=2 --n_kv_head=1 --reset_at_documents=true"
 HYBRID = f"--layers=mamba2+mlp,attention+mlp --headdim=8 {ATTENTION}"
-MODELS = {  # name: (ranks, settings)
+MODELS = {  # {name: (ranks, settings)}
     "mamba1 on two ranks": (
         2,
         f"--layers=mamba1 --sharding_strategy=fsdp --mixed_precision=bf16 {CHECKPOINTING}",
@@ -148,7 +150,7 @@ def test_a_model_trains_and_the_same_command_with_more_steps_resumes(home, store
 
 # ---------------------------------------------------------------- what a training leaves
 
-VERBS = {  # command: what it prints
+VERBS = {  # {command: a part of its output}
     "mamba-fsdp inspect runs/demo": "status         finished",
     "mamba-fsdp checkpoints runs/demo --verify": "whole",
     "mamba-fsdp report runs/demo": "report.html",

@@ -1,4 +1,5 @@
-"""Builds the null device, a GPU that computes nothing, and says how a command runs on it. README.md says what it is."""
+"""Builds the null device, a GPU that computes nothing, and provides the environment of a command that runs on it.
+README.md describes the device."""
 
 import functools
 import importlib.util
@@ -14,11 +15,11 @@ from benchmarks.kernels.install import installed
 
 SOURCES = Path(__file__).parent
 PROJECT = SOURCES.parents[2]
-# Where this Python has no CUDA build of torch: the newest one that is tested, and headers for it.
+# The newest tested torch and its headers, used if this Python has no CUDA build of torch.
 NEWEST = ("torch==2.11.0", "triton==3.6.0", "nvidia-cuda-runtime==13.0.96")
-# Libraries that are called for computing alone, if at all; all but cuBLAS and NVRTC stay as they are if they are installed.
+# Libraries that are only called to compute. Installed ones are used unchanged, except cuBLAS and NVRTC.
 OTHERS = "cublas|cudnn|cufft|cufile|cupti|curand|cusolver|cusparse|nccl|nvrtc|nvshmem|nvtx"
-# A function of these that others.c does not have, whose definition wins over a weak one.
+# A weak definition of a function of these libraries. A definition in others.c has precedence.
 COMPUTES = """__attribute__((weak)) int {name}(void) {{
     nullgpu_count(BLAS_CALLS, 1);
     return 0;
@@ -29,7 +30,8 @@ COMPILE = ["gcc", "-std=gnu11", "-shared", "-fPIC", "-O1", "-Wall", "-Werror"]
 
 @functools.cache
 def packages():
-    """The folder of torch's CUDA build: this Python's, or else a newer one's, which is installed first. Raises OSError."""
+    """Returns the folder of torch's CUDA build: the one of this Python, or else a newer one that is installed first.
+    Raises OSError."""
     own = Path(importlib.util.find_spec("torch").origin).parents[1]
     if (own / "torch/lib/libtorch_cuda.so").exists():
         return own
@@ -37,7 +39,8 @@ def packages():
 
 
 def interpreter(folder):
-    """The Python that has torch's CUDA build: this one, or else one in the folder with all that this one has besides."""
+    """Returns the Python that has torch's CUDA build: this one, or else one in the folder that also has the other
+    packages of this one."""
     if str(packages()) in sys.path:
         return sys.executable
     made = folder / "venv"
@@ -50,7 +53,7 @@ def interpreter(folder):
 
 
 def build(folder):
-    """Build its libraries into the folder, for torch's CUDA build and against the headers that it brings."""
+    """Builds the libraries of the null device into the folder, for torch's CUDA build and with its headers."""
     cuda = packages() / "nvidia/cu13"
     if not cuda.exists():
         cuda = packages() / "nvidia/cuda_runtime"
@@ -64,35 +67,37 @@ def build(folder):
     driver = [SOURCES / "driver.c", f"-L{folder}", "-lnullgpu", "-Wl,-rpath,$ORIGIN"]
     subprocess.run([*COMPILE, *headers, *runtime, "-o", folder / "libnullgpu.so"], check=True)
     subprocess.run([*COMPILE, *headers, *driver, "-o", folder / "libcuda.so.1"], check=True)
-    (folder / "libcuda.so").symlink_to("libcuda.so.1")  # by this name Triton links its launchers
+    (folder / "libcuda.so").symlink_to("libcuda.so.1")  # Triton links its launchers with this name
     for name in missing():
         (folder / name).symlink_to("libnullgpu.so")
 
 
 @functools.cache
 def of_torch(words):
-    """What a program of binutils says of torch's libraries."""
+    """Returns the output of a program of binutils for torch's libraries."""
     libraries = sorted(packages().glob("torch/lib/*.so"))
     done = subprocess.run([*words, *libraries], capture_output=True, text=True, check=True)
     return done.stdout
 
 
 def missing():
-    """NVIDIA's libraries that torch links and that are not installed: the one library of the null device serves for all."""
+    """Returns the NVIDIA libraries that torch links and that are not installed. The single library of the null device
+    replaces all of them."""
     linked = set(re.findall(r"\(NEEDED\).*\[(.*)\]", of_torch(("readelf", "-d"))))
     named = {name for name in linked if re.match(f"lib({OTHERS})", name, re.IGNORECASE)}
     return {name for name in named if not list(packages().glob(f"nvidia/**/{name}"))}
 
 
 def computed():
-    """The functions that torch calls of the libraries that are replaced."""
+    """Returns the functions of the replaced libraries that torch calls."""
     called = set(re.findall(r"^ +U (\w+)", of_torch(("nm", "-D")), re.MULTILINE))
     replaced = {"cublas", "nvrtc", *(re.match("lib([a-z]+)", name)[1] for name in missing())}
     return sorted(name for name in called if re.match("|".join(replaced), name, re.IGNORECASE))
 
 
 def environment(folder, **more):
-    """The environment of a command that runs on it. more: as runtime.c explains, such as NULLGPU_MEMORY=10**9."""
+    """Returns the environment of a command that runs on the null device. more: the variables that runtime.c documents,
+    such as NULLGPU_MEMORY=10**9."""
     variables = {
         "LD_PRELOAD": str(folder / "libnullgpu.so"),
         "LD_LIBRARY_PATH": str(folder),

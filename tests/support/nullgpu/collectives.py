@@ -1,4 +1,4 @@
-"""NCCL's part on the null device: tensors of the device are exchanged by gloo, over copies on the CPU."""
+"""Replaces NCCL on the null device: gloo exchanges copies of the tensors on the CPU."""
 
 import contextlib
 import datetime
@@ -18,7 +18,7 @@ class Done(dist._Work):
 
     def __init__(self, result):
         super().__init__()
-        if is_torch_2_2():  # it keeps no reference, and would wait for good on what is left
+        if is_torch_2_2():  # it does not keep a reference, and would wait forever
             self.every.append(self)
         self.future = torch.futures.Future(devices=[torch.cuda.current_device()])
         self.future.set_result(result)
@@ -34,12 +34,12 @@ class Done(dist._Work):
 
 
 class Exchange(dist._Work):
-    """A tensor on its way, to or from another rank."""
+    """A tensor that is being sent to or received from another rank."""
 
     def __init__(self, work, tensors, copies):
         super().__init__()
         self.work = work
-        self.tensors = tensors  # to fill, or none
+        self.tensors = tensors  # the tensors to fill; None if there are none
         self.copies = copies
 
     def wait(self, timeout=None):
@@ -52,7 +52,8 @@ class Exchange(dist._Work):
 
 @contextlib.contextmanager
 def unreported():
-    """Lets the host wait for the device, which NCCL would not: no fault of a step."""
+    """Lets the host wait for the device without recording the wait. NCCL would not wait, so this is not an error of
+    the step."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("default")
     yield
@@ -61,7 +62,7 @@ def unreported():
 
 @contextlib.contextmanager
 def on_cpu(*lists):
-    """Copies of the tensors of each list, written back at the block's end."""
+    """Provides copies of the tensors of each list on the CPU, and writes them back at the end of the block."""
     with unreported():
         copies = [[tensor.cpu() for tensor in tensors] for tensors in lists]
         yield copies
@@ -71,7 +72,7 @@ def on_cpu(*lists):
 
 
 def as_bytes(tensor):
-    """The flat bytes of a tensor: gloo does not know every dtype."""
+    """Returns the flat bytes of a tensor, because gloo does not support every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -87,7 +88,7 @@ class OverGloo(dist.ProcessGroup):
         return NAME
 
     @property
-    def group_name(self):  # torch 2.11 has one for backends in C++ alone
+    def group_name(self):  # torch 2.11 defines it only for backends in C++
         return dist.distributed_c10d._world.pg_names[self]
 
     def broadcast(self, tensors, options):
@@ -141,7 +142,7 @@ class OverGloo(dist.ProcessGroup):
         return self.begun(Exchange(self.gloo.recv(copies, of, tag), tensors, copies))
 
     def begun(self, exchange):
-        """The exchange; torch 2.2 waits for all of them at once, later ones for each."""
+        """Returns the exchange. torch 2.2 waits for all exchanges together, so they are also collected in a list."""
         if is_torch_2_2():
             self.exchanges.append(exchange)
         return exchange
@@ -162,7 +163,7 @@ def make(store, rank, size, timeout):
 
 
 def stand_for_nccl():
-    """From now on, a process group over nccl is one over gloo."""
+    """Makes all later process groups over nccl use gloo."""
     dist.Backend.register_backend(NAME, make, devices=["cuda"])
     of_torch = dist.init_process_group
 

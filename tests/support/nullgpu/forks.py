@@ -1,8 +1,10 @@
-"""Runs programs on the null device in processes forked from this one, which has their imports: python -m
+"""Runs programs on the null device in processes that are forked from this one, which has their imports: python -m
 tests.support.nullgpu.forks
 
-A line of stdin is a list of programs, [words of Python, variables], that run beside each other. It is answered with
-[exit code, output] of each, once all have ended or one has failed. Those that take too long say where they stand."""
+Each line of stdin is a list of programs, [arguments of Python, variables], that run simultaneously. The answer is a
+line with [exit code, output] of each program, written when all have ended or one has failed. A program that takes too
+long prints its stack.
+"""
 
 import json
 import multiprocessing
@@ -14,7 +16,7 @@ import time
 import tests.support.nullgpu.training  # noqa: F401 - what all of them import
 from tests.support import forked
 
-MOST_SECONDS = 900  # of a hang; it takes a tenth
+MOST_SECONDS = 900  # a program takes a tenth of it, unless it hangs
 
 
 def run(programs):

@@ -1,4 +1,5 @@
-"""Counts the launches of a block of one of benchmarks.launches' models: python -m tests.support.nullgpu.launches MODEL"""
+"""Counts the kernel launches of one block of a model in benchmarks.launches: python -m tests.support.nullgpu.launches
+MODEL"""
 
 import sys
 
@@ -10,7 +11,7 @@ LAYERS = 8
 
 def of_a_step(settings, layers):
     step = counted_step(settings, layers)
-    step()  # which makes the moments
+    step()  # the first step creates the moments
     before = step()
     return step() - before
 

@@ -1,5 +1,5 @@
-"""Launches a kernel on the null device with arguments of many kinds, each several times: Triton launches the first time,
-and gets the same kernel and the same arguments as later launches, which it does not see."""
+"""Launches a kernel on the null device with arguments of many kinds, several times each. The first launch is made by
+Triton, and must have the same kernel and arguments as the later launches, which bypass Triton."""
 
 from unittest.mock import patch
 
@@ -39,7 +39,7 @@ KINDS = {
 
 
 def launched(device=0, **changed):
-    """The compiled kernel of a launch, and what the launcher in C gets besides."""
+    """Returns the compiled kernel of a launch, and the other arguments of the launcher in C."""
     gotten = []
     hook = lambda *arguments: gotten.extend(arguments)  # noqa: E731
     with torch.cuda.device(device), patch.object(CompiledKernel, "launch_enter_hook", hook):

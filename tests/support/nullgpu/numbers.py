@@ -1,5 +1,5 @@
-"""What a null device computes is garbage. Here, and nowhere else, the decisions that read it get numbers; README.md lists
-them."""
+"""Provides numbers for decisions that depend on results of the null device, because its results are garbage. Nothing
+else replaces results. README.md lists the decisions."""
 
 import warnings
 
@@ -10,14 +10,15 @@ from mamba_fsdp.trainer.layer_check import LayerCheck
 from mamba_fsdp.trainer.step_stats import StepStats
 from mamba_fsdp.trainer.stopping import StopRequest
 
-OVERRIDES = torch.library.Library("aten", "IMPL")  # in force while it lives
+# The overrides apply as long as this object exists.
+OVERRIDES = torch.library.Library("aten", "IMPL")
 true_compare = LayerCheck.compare
 true_documents = Documents.of.__func__
 
 
 def one(tensor):
-    """In place of item(), int(), float() and bool(): a length, a token, a loss, an answer of yes."""
-    tensor.cpu()  # the host waits, as it would
+    """Replaces item(), int(), float() and bool(). The result serves as a length, a token, a loss, or a true value."""
+    tensor.cpu()  # the host waits, as on a real device
     return torch.ones((), dtype=tensor.dtype).item()
 
 
@@ -26,7 +27,8 @@ def compare(check, kind, backends):
 
 
 def unpack(numbers):
-    """The numbers of the host, which come back as they went, are those of a CPU; the rest of a good step."""
+    """Replaces StepStats.unpack. The numbers of the host, which were copied to the device and back, are those of a
+    CPU. The others describe a step without errors."""
     seconds = [0.1] * (len(numbers) - StepStats.FIXED)
     return StepStats(1.0, 1.0, True, 65536.0, 1, False, False, seconds)
 
@@ -40,13 +42,13 @@ def documents(cls, seq_idx):
 
 
 def any_rank_asked(stop, world):
-    """As it is, but over the host."""
+    """Replaces StopRequest.any_rank_asked: the sum over ranks is computed on the CPU."""
     return world.all_reduce_sum(float(stop.check())) > 0
 
 
 def replace():
-    """From now on, in this process."""
-    with warnings.catch_warnings(action="ignore"):  # that it was there
+    """Replaces these functions in this process."""
+    with warnings.catch_warnings(action="ignore"):  # the warning about an overridden kernel
         OVERRIDES.impl("_local_scalar_dense", one, "CUDA")
     torch.nn.parallel.distributed._verify_param_shape_across_processes = lambda *_: None
     StopRequest.any_rank_asked = any_rank_asked

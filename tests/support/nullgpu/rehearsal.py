@@ -1,6 +1,7 @@
-"""Goes through the parts of benchmarks.gpu in tiny sizes, in this process: python -m tests.support.nullgpu.rehearsal OUT
+"""Runs the parts of benchmarks.gpu in tiny sizes, in this process: python -m tests.support.nullgpu.rehearsal OUT
 
-Prints their tables. Each is timed once, and compilers' caches stay where they are: as little is compiled as can be.
+It prints their tables. Everything is timed once, and the caches of compilers are kept, so that as little as possible
+is compiled.
 """
 
 import os
@@ -16,7 +17,7 @@ from benchmarks.gpu import candidates, models, runs, warm
 from mamba_fsdp.trainer import layer_check
 from tests.support.forked import Training
 
-# First those that fork, before the device is used.
+# Parts that fork come first, before the device is used.
 PARTS = ("run", "traces", "warm", "candidates", "ncu", "mamba-1.4b")
 
 if __name__ == "__main__":
@@ -31,9 +32,11 @@ if __name__ == "__main__":
     runs.use_caches = lambda folder: None
     runs.start = lambda arguments: Training(arguments, dict(os.environ), True)
     runs.TINY = models.TINY | {"layers": "mamba1,mamba2", "seq_length": 16}
-    # A folder that is removed at a process's end would be removed at that of a fork.
+    # A folder that is removed at the end of the process would also be removed at the end of a forked process.
     everything.tempfile = SimpleNamespace(TemporaryDirectory=lambda: nullcontext(out))
-    torch.cuda.is_available = lambda: True  # by asking, a process loses the right to fork
+    torch.cuda.is_available = lambda: (
+        True
+    )  # after a call of the real function, a process can't fork any more
     for part in PARTS:
         everything.measure_part(part, out, True)
         print(everything.take_table(part, out), flush=True)

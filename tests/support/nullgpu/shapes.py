@@ -1,5 +1,8 @@
-"""Runs a layer of each kind of the named presets forward and backward on the null device, at the shape of their recipes:
-python -m tests.support.nullgpu.shapes PRESET ... It fails if a launch passes a limit of the device."""
+"""Runs a layer of each kind of the given presets forward and backward on the null device, with the shapes of their
+recipes: python -m tests.support.nullgpu.shapes PRESET ...
+
+It fails if a launch exceeds a limit of the device.
+"""
 
 import sys
 

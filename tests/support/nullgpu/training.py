@@ -1,9 +1,9 @@
-"""Trains on the null device and says what happened: python -m tests.support.nullgpu.training SETTING=VALUE ...
+"""Trains on the null device, and reports the result: python -m tests.support.nullgpu.training SETTING=VALUE ...
 
-num_steps=2,4,answer trains twice, the second time from a checkpoint, and then evaluates and generates. After each time a line
-of stdout is a JSON object: `ended` (finished, stopped, or the error), `untested` (kernels of Triton that were compiled, but
-not by the check of layers), `waits` (places in a step where the host waited for the device), `left` (what of the device's
-resources it has not given back).
+num_steps=2,4,answer trains twice, the second time from a checkpoint, and then evaluates and generates. After each
+part, a line of stdout contains a JSON object with these fields. `ended`: finished, stopped, or the error. `untested`:
+Triton kernels that were compiled outside of the layer check. `waits`: places in a step where the host waited for the
+device. `left`: resources of the device that were not released.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from mamba_fsdp.ops.triton import is_version_2
 from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.layer_check import LayerCheck
 
-# Sizes of the benchmarks' smallest models, for which Triton then compiles nothing again.
+# The sizes of the benchmarks' smallest models, so that Triton does not compile kernels twice.
 SMALL = {
     "use_dummy_dataset": "true",
     "num_steps": "2,4",
@@ -41,12 +41,12 @@ SMALL = {
     "headdim": "32",
     "vocab_size": "512",
 }
-DEVICE, PINNED, REGISTERED = 1, 2, 3  # of the kinds of memory in device.h
-STREAMS, EVENTS = 5, 6  # of its counters
+DEVICE, PINNED, REGISTERED = 1, 2, 3  # the numbers of the kinds of memory in device.h
+STREAMS, EVENTS = 5, 6  # the numbers of its counters
 
 
 class Watch:
-    """Watches the kernels that Triton compiles outside of the check of layers, and waits in steps."""
+    """Records the kernels that Triton compiles outside of the layer check, and the waits of the host during steps."""
 
     def __init__(self):
         self.untested = set()
@@ -56,7 +56,7 @@ class Watch:
         self.take_step = loop.take_step
 
     def compiled(self, key=None, repr=None, **_):
-        """Triton's hook: a kernel that is not compiled yet in this process."""
+        """Triton's hook: records a kernel that is not compiled yet in this process."""
         if not self.is_testing:
             self.untested.add(f"{repr.split('[')[0]} {key}")
         return False
@@ -69,7 +69,7 @@ class Watch:
             self.is_testing = False
 
     def step(self, context, clock, stop, ahead=0):
-        """A step; all but the first may not wait."""
+        """Runs a step. Only the first step can wait for the device."""
         if context.state.step + ahead > 0:
             torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -85,7 +85,7 @@ class Watch:
 
 
 def hook_of_triton():
-    """Where Triton looks for what to call before it compiles: an object, and a name."""
+    """Returns the object and the attribute name of the hook that Triton calls before it compiles."""
     if is_version_2():
         return triton.JITFunction, "cache_hook"
     return triton.knobs.runtime, "jit_cache_hook"
@@ -96,7 +96,7 @@ def train(settings):
 
 
 def answer(settings):
-    """Evaluate and generate, of windows and a prompt of unlike lengths."""
+    """Runs evaluate and generate, with windows and a prompt of different lengths."""
     validation = f"{settings['dataset_path']}/validation"
     model = mamba_fsdp.load(settings["save_ckpt_path"])
     for seq_length in (64, 251):
@@ -105,7 +105,7 @@ def answer(settings):
 
 
 def watched(work, settings):
-    """How a training or `answer` ended, and what the watch saw."""
+    """Returns how a training or `answer` ended, and what the Watch recorded."""
     watch = Watch()
     warnings.simplefilter("always")
     with (
@@ -122,8 +122,8 @@ def watched(work, settings):
 
 
 def resources():
-    """What of the device is in use: bytes that the host has pinned in place, and those that torch keeps pinned, bytes of
-    tensors and those that torch keeps, streams, events."""
+    """Returns the resources of the device that are in use: bytes of host memory that were pinned in place, pinned
+    bytes that torch caches, bytes of tensors, device bytes that torch caches, streams, and events."""
     gc.collect()
     library = ctypes.CDLL(os.environ["LD_PRELOAD"])
     return {
