@@ -73,9 +73,8 @@ class Connection:
             sys.stdin.read()
             self.ending = NO_CONNECTION
             return
-        with contextlib.suppress(
-            OSError
-        ):  # an error does not show whether the program or its host is lost
+        # An error does not show whether the program or its host is lost.
+        with contextlib.suppress(OSError):
             node = os.environ["SLURMD_NODENAME"]
             server.sendall("{} {}\n".format(os.environ.get(TOKEN, ""), node).encode())
             for line in server.makefile():

@@ -181,9 +181,8 @@ def changed_settings(settings: TrainConfig) -> str:
         return ""
     differing = {}
     for name in all_settings():
-        now = format_value(
-            settings.value(name)
-        ).rstrip()  # a file has the prompts without their last line break
+        # A file has the prompts without their last line break.
+        now = format_value(settings.value(name)).rstrip()
         before = format_value(earlier.value(name)).rstrip()
         if now != before and name not in FIRST_START_ONLY:
             differing[name] = (_abbreviate(now), _abbreviate(before))

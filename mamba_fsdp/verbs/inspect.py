@@ -202,9 +202,8 @@ def show_input(place: PathInfo) -> None:
     """Prints the input that get_dataset.py would read, its first document, and the command that imports it."""
     from mamba_fsdp.importing.reading import Share, read_batches  # imports datasets, which is slow
 
-    options = DatasetConfig(
-        skip_unreadable=True
-    )  # missing files are then listed instead of an error
+    # Missing files are then listed instead of an error.
+    options = DatasetConfig(skip_unreadable=True)
     left_out = LeftOut()
     files = find_files(str(place.path), options, left_out)
     print_field("data", f"{format_count(len(files), 'file')}: {place.title}")
