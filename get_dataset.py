@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Makes token stores, which training.py reads, from text. `python get_dataset.py [INPUT [OUT]] [--OPTION=VALUE ...]`;
-`--help` explains them."""
+"""Converts text to token stores, the input of training.py: `python get_dataset.py [INPUT [OUT]] [--OPTION=VALUE ...]`.
+`--help` explains the arguments."""
 
 from mamba_fsdp import interpreter
 

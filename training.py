@@ -1,8 +1,8 @@
 """Trains a Mamba language model: `python training.py [--config=FILE.yaml] [--SETTING=VALUE ...]`, or
 the same under torchrun.
 
-Run again after a stop or a crash, it resumes from the newest committed checkpoint. `--help` shows
-the usual settings, `--help=all` every one.
+After a stop or a crash, the same command resumes from the newest committed checkpoint. `--help`
+lists the most common settings, and `--help=all` lists all settings.
 """
 
 from mamba_fsdp import interpreter
