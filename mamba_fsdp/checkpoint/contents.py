@@ -47,7 +47,7 @@ class Commit:
 
     def __post_init__(self) -> None:
         if STATE not in self.files:
-            raise ValueError(f"files lacks {STATE}")
+            raise ValueError(f"files does not contain {STATE}")
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Contents:
         for ranges in self.ranges:
             has_files = len(ranges.starts) == len(ranges.files)
             if not has_files or max(ranges.files, default=0) >= len(self.files):
-                raise ValueError("a piece is in no file that is listed")
+                raise ValueError("a piece is in a file that is not listed")
         checked = set()
         for name, tensor in self.tensors.items():
             if tensor.dtype not in DTYPES or tensor.ranges >= len(self.ranges):

@@ -167,7 +167,7 @@ def _pattern_counts(names: list[str], weights: Mapping[str, float]) -> np.ndarra
     for name, value, count in zip(names, values, counts):
         if value and not count:
             raise UserError(
-                f"weights: the share of source {name!r} is below 1 in {PATTERN_LENGTH}; raise it or give 0"
+                f"weights: the share of source {name!r} is below 1 in {PATTERN_LENGTH}; increase it or set it to 0"
             )
     return counts // math.gcd(*counts.tolist())
 

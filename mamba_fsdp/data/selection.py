@@ -52,7 +52,9 @@ def _stores(data: DataConfig) -> dict[str, Path]:
     root = Path(data.dataset_path)
     places = {name: split_in(root / name) for name in data.datasets}
     if len(places) < len(data.datasets):
-        raise UserError(f"datasets {','.join(data.datasets)} names one twice; give each once")
+        raise UserError(
+            f"datasets={','.join(data.datasets)} contains a name twice; give each name once"
+        )
     if not places:
         path = split_in(root)
         places[path.name] = path

@@ -161,7 +161,7 @@ class TokenStore:
         rises = (inner[:1] > 0).all() and (lengths > 0).all()
         if not (rises and 0 <= position < MAX_DOCUMENT):
             raise UserError(
-                f"{self.path / self._files[number].name}.doc: damaged: its numbers are not starts of documents; "
+                f"{self.path / self._files[number].name}.doc is damaged: its numbers are not starts of documents; "
                 "copy it again or make the store again"
             )
         positions = np.arange(position, position + end - offset, dtype=np.int32)
@@ -350,7 +350,7 @@ def _read_index(folder: Path) -> StoreIndex:
             raise ValueError(f"dtype {index.dtype}")
         return index
     except ValueError as error:
-        raise UserError(f"{path}: garbled ({error}); make the store again") from error
+        raise UserError(f"{path}: damaged ({error}); make the store again") from error
 
 
 def _checksum(index: dict[str, Any]) -> str:

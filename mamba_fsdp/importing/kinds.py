@@ -94,7 +94,7 @@ RESUME = (
     f"with the settings that {{path}}/{BEGUN} contains"
 )
 DCP = "--init_from={path} shows how to convert it"
-TOKENIZE = "an import takes it: {tokenizing} --tokenizer={folder}"
+TOKENIZE = "an import can use it: {tokenizing} --tokenizer={folder}"
 WANTED_TOKENIZER = (
     "a tokenizer.json, or its folder with tokenizer_config.json, as save_pretrained writes them"
 )
@@ -159,7 +159,7 @@ FILES = [
     Kind(
         "ids",
         "token ids",
-        "{importing} --tokenizer=PATH makes token stores of it, with --dtype=TYPE if it has no header of NumPy's",
+        "{importing} --tokenizer=PATH makes token stores of it, with --dtype=TYPE if it does not have a header of NumPy",
         ".bin .npy",
         magic=NUMPY_MAGIC.decode("latin-1"),
         reader="token_files:flat_documents",
@@ -198,13 +198,13 @@ FILES = [
     ),
     Kind(
         "compressed",
-        "compressed data within compressed data",
+        "a file that was compressed twice",
         UNPACK,
         magic=r"\x1f\x8b\x08|BZh[1-9](?:1AY&SY|\x17rE8P\x90)|\xfd7zXZ\0|\x28\xb5\x2f\xfd",
     ),
     Kind(
         "other_tokens",
-        "a file of llm.c's tokens, or an index of Megatron's",
+        "a file of tokens of llm.c, or an index file of Megatron",
         TOKENS,
         magic=r"(?:\x88\xd8\x34\x01\x01|\xa1\xd9\x34\x01\x07)\0\0\0|MMIDIDX\0\0",
     ),
@@ -217,7 +217,7 @@ FILES = [
     ),
     Kind(
         "page",
-        "a page of HTML or XML, such as a sign-in or an error in place of a download",
+        "an HTML or XML page, for example a sign-in or error page in place of the download",
         "download the file again",
         magic=r"(?:\xef\xbb\xbf)?\s*(?i:<(?:!doctype|html|head|body|\?xml))",
     ),
@@ -226,7 +226,7 @@ FILES = [
         "binary data",
         "leave it out, or give the type of its token ids, as in --format=ids --dtype=uint16",
     ),
-    Kind("other", "a file that no command takes", "{importing} --format=text imports it as text"),
+    Kind("other", "a file that no command accepts", "{importing} --format=text imports it as text"),
 ]
 
 BY_NAME = {name: kind for kind in FILES for name in (kind.extensions + " " + kind.names).split()}
@@ -484,7 +484,7 @@ def _classify_folder(path: Path) -> PathInfo:
             return info
     if not names:
         return PathInfo(path, "empty", "an empty folder", "")
-    title = f"a folder that no command takes ({_format_names(names)})"
+    title = f"a folder that no command accepts ({_format_names(names)})"
     file = next(files_below(path, LeftOut()), path)
     use = "" if content_kind(file) else _fill_in(KINDS["other"].use, path)
     return PathInfo(path, "other", title, use)
@@ -587,7 +587,7 @@ def _describe_collection(path: Path, kind: str, names: list[str]) -> PathInfo | 
 FOLDERS = [  # the kind of a folder is the first one that fits
     Kind("checkpoint", "a checkpoint", MODEL, names=COMMIT),
     Kind("run", "a run", describe=_describe_run),
-    Kind("streamed", "a folder of MosaicML's MDS or of litdata", TOKENS, matches=_is_streamed),
+    Kind("streamed", "a dataset of MosaicML (MDS) or litdata", TOKENS, matches=_is_streamed),
     Kind("store", "a token store", "training reads it: --dataset_path={path}", matches=is_store),
     Kind("import", "an unfinished import", RESUME, matches=is_unfinished),
     Kind("dcp", "a folder of torch.distributed.checkpoint", DCP, names=DCP_INDEX),

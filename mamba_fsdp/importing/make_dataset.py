@@ -117,7 +117,9 @@ def _prepare(out: Path, overwrite: bool) -> None:
     make_folder(out, parents=True)
     is_dataset = exists(out / DATASET) or exists(out / PROGRESS)
     if not is_dataset and list_names(out):
-        raise UserError(f"{out}: not empty and not made by this program; choose another folder")
+        raise UserError(
+            f"{out}: the folder is not empty, and was not made by this program; choose another folder"
+        )
     if not overwrite:
         return
     with contextlib.ExitStack() as leases:

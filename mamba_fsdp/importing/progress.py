@@ -19,7 +19,7 @@ from mamba_fsdp.storage.typed_json import read_object, write_object
 from mamba_fsdp.text import format_quantity
 
 STATE = "state.json"  # the file with the state of a part
-START_AGAIN = "start again with --overwrite, or remove it by hand"
+START_AGAIN = "start again with --overwrite, or remove the folder"
 
 
 @dataclass
@@ -99,7 +99,7 @@ def has_settings(
             before = resolve_path(before)
         if before != value:
             raise UserError(
-                f"{path}: made with other settings: {_difference(name, before, value)}; {remedy}"
+                f"{path}: it was made with other settings: {_difference(name, before, value)}; {remedy}"
             )
     return True
 
@@ -118,4 +118,4 @@ def _difference(name: str, before: Any, now: Any) -> str:
         for item, value in now.items()
         if item != "digest" and before.get(item, value) != value
     ]
-    return f"{name}: {', '.join(parts) or 'some of its files have other names or times'}"
+    return f"{name}: {', '.join(parts) or 'the names or times of some of its files have changed'}"

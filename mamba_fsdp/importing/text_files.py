@@ -211,7 +211,7 @@ def _describe_invalid_byte(text: bytes, fault: int, codec: Codec) -> str:
     if controls * 100 > len(around) or nul * 2 > len(around):
         return f"is part of {KINDS['binary'].title}, not text; {KINDS['binary'].use}"
     if text[fault] == 0:
-        return f"is NUL, which is not text; {CLEAN}"
+        return f"is NUL, but text does not contain NUL; {CLEAN}"
     excerpt = text[max(0, fault - EXCERPT) : fault + EXCERPT].decode("cp1252", "replace")
-    wrong = f"is 0x{text[fault]:02x}, which is not {codec.encoding}"
+    wrong = f"is 0x{text[fault]:02x}, which is not valid {codec.encoding}"
     return f"{wrong}; --encoding=cp1252 would read {excerpt!r} there"

@@ -159,7 +159,7 @@ class Architecture:
         if values["n_layer"] not in (None, len(mixers)):
             fields.refuse(
                 "num_hidden_layers",
-                f"is {values['n_layer']}, with {format_count(len(mixers), 'layer')}",
+                f"is {values['n_layer']}, but the config lists {format_count(len(mixers), 'layer')}",
             )
         values["n_layer"] = len(mixers)
         values["layers"] = pattern([Layer(mixer, has_mlp) for mixer in mixers])
@@ -186,7 +186,7 @@ class Architecture:
                 fields.refuse("SSM heads", problem)
             values["headdim"] = headdim
         if d_inner != usual and not self.free_width:
-            fields.refuse("intermediate_size", f"is {d_inner} and not expand * hidden_size")
+            fields.refuse("intermediate_size", f"is {d_inner}, not expand * hidden_size")
         if d_inner % values["d_model"]:
             values["d_ssm"] = d_inner
         else:
@@ -310,7 +310,7 @@ def architecture_for(config: ModelConfig) -> Architecture:
         layers = next(some for some in map(list, sets) if not architectures_with(some))
         why = "together" if len(layers) > 1 else ""
     names = " and ".join(layer.name for layer in layers)
-    raise UserError(f"transformers has no model with {names} {why}".rstrip())
+    raise UserError(f"transformers does not have a model with {names} {why}".rstrip())
 
 
 def architectures_with(layers: Iterable[Layer]) -> list[Architecture]:
@@ -354,7 +354,7 @@ def architecture_of(fields: Fields) -> Architecture:
         fields.refuse("model_type", f"is {model_type!r}, {TABLES['refused'][model_type]}")
     readable = ", ".join(architecture.class_name for architecture in ARCHITECTURES)
     raise UserError(
-        f"{fields.path}: a model of type {model_type!r}, architectures {class_names}; this program reads {readable}"
+        f"{fields.path}: models of type {model_type!r} with architectures {class_names} are not supported; this program reads {readable}"
     )
 
 
@@ -401,7 +401,7 @@ def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float | None, float
     share = pop_agreed("partial_rotary_factor", usual_share)
     kind = pop_agreed("rope_type", pop_agreed("type", "default", str), str)
     if kind != "default" and kind not in ROPE_SCALINGS:
-        fields.refuse("rope_type", f"is {kind!r}; this program has {', '.join(ROPE_SCALINGS)}")
+        fields.refuse("rope_type", f"is {kind!r}; this program supports {', '.join(ROPE_SCALINGS)}")
     usual = {
         ORIGINAL_LENGTH: fields.content.get("max_position_embeddings"),
         "beta_fast": 32.0,

@@ -64,7 +64,7 @@ class PthTensors(TensorSource):
                 f"{CONVERSION.format(path=path, python=python())}"
             ) from None
         if not stored:
-            raise UserError(f"{path} is not a dict of tensors by parameter name")
+            raise UserError(f"{path} does not contain a dict of tensors")
         names = stored_names(path, stored)
         self.tensors = {name: stored[stored_name] for name, stored_name in names.items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}

@@ -39,7 +39,7 @@ def read_config(fields: Fields) -> ModelConfig:
 
     ssm_mixer = ssm.pop("layer", "Mamba1", kind=str).lower()
     if ssm_mixer not in TABLE["ssm"]:
-        ssm.refuse("layer", f"is {ssm_mixer!r}; this program knows Mamba1, Mamba2 and Mamba3")
+        ssm.refuse("layer", f"is {ssm_mixer!r}; this program supports Mamba1, Mamba2 and Mamba3")
     mixers = [
         "attention" if index in attention_layers else ssm_mixer
         for index in range(values["n_layer"])
@@ -96,7 +96,9 @@ def write_config(config: ModelConfig) -> Table:
         lost = lost_settings(config, read_config(Fields(Path(), fields)))
     except UserError as error:
         reason = str(error).removeprefix(".: ")
-        raise UserError(f"a state-spaces model can't represent this one: {reason}") from None
+        raise UserError(
+            f"the format of state-spaces can't represent this model: {reason}"
+        ) from None
     if lost:
         raise UserError(f"a state-spaces model can't have {lost[0]}; mamba_ssm could not load it")
     return fields

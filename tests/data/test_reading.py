@@ -127,7 +127,7 @@ def test_an_encoding_is_used_only_for_bytes_that_are_not_utf_8(tmp_path):
         (tmp_path / "a.txt").write_bytes(content)
         assert read_input(tmp_path, encoding="cp1252") == [text]
     (tmp_path / "a.txt").write_bytes(b"\x81")
-    with pytest.raises(UserError, match="byte 1, on line 1, is 0x81, which is not cp1252"):
+    with pytest.raises(UserError, match="byte 1, on line 1, is 0x81, which is not valid cp1252"):
         read_input(tmp_path, encoding="cp1252")
 
 

@@ -88,7 +88,7 @@ def test_the_identity_depends_on_the_content_not_the_path(store, tmp_path):
 OF_VERSION = "of version .*; this version of the program reads"
 DAMAGES = {  # how the folder is damaged: part of the message
     "rm -r $PWD": "no such file or folder; make a token store there: ",
-    "rm -r $PWD && echo text > $PWD": "a file that no command takes, not a token store",
+    "rm -r $PWD && echo text > $PWD": "a file that no command accepts, not a token store",
     "rm index.json": "an unfinished import, not a token store",
     "rm *": "an empty folder, not a token store; make one .* get_dataset.py INPUT OUT",
     "echo '{\"format\": ' > index.json": "an unfinished import, not a token store",

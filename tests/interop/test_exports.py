@@ -144,7 +144,9 @@ def test_a_family_is_the_same_model_in_the_class_that_docs_name(
     state = random_state(config)
     ours = write_ours(tmp_path / "ours", config, state)
     if not class_name:
-        with pytest.raises(UserError, match="^transformers has no model with .*; --format=pth"):
+        with pytest.raises(
+            UserError, match="^transformers does not have a model with .*; --format=pth"
+        ):
             write_model(ours, tmp_path / "hf")
         return
     exported = exportable(config)

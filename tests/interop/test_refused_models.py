@@ -46,7 +46,11 @@ FIELDS = [  # (base, changed fields, part of the message)
     ("hybrid", {"attn_layer_indices": ["x"]}, r"attn_layer_indices lists layers \['x'\], but"),
     ("hybrid", {"mamba_d_head": 5}, "SSM heads are 4, with 5 channels each, but"),
     ("hybrid", {"partial_rotary_factor": 0.4, "rope_parameters": None}, "0.4 rotates 3 of 8 ch"),
-    ("granite-4.0-h-micro", {"layer_types": ["mamba"]}, "num_hidden_layers is 40, with 1 layer"),
+    (
+        "granite-4.0-h-micro",
+        {"layer_types": ["mamba"]},
+        "num_hidden_layers is 40, but the config lists 1 layer",
+    ),
     ("falcon-h1-7b", {"mlp_multipliers": [1.0]}, "mlp_multipliers has 1 numbers, not 2"),
     ("nemotron-h-8b", {"hybrid_override_pattern": "MX"}, "has 'X', not a layer that this"),
     ("nemotron-h-8b", {"hybrid_override_pattern": "ME*E"}, "has 'E', a mixture of experts,"),
@@ -215,7 +219,7 @@ OUR_CONFIG = '{"d_model": 8, "n_layer": 1, "vocab_size": 9}'
 NO_MODELS = {  # existing file: (path given by the user, part of the message)
     "folder/x": (
         "folder",
-        "a folder that no command takes .x., not a model; name a run, a checkpoint",
+        "a folder that no command accepts .x., not a model; name a run, a checkpoint",
     ),
     "folder/config.json {": ("folder", "config.json: can't be read"),
     f"folder/config.json {HF_CONFIG}": ("folder", "no weights next to it .model.safetensors or"),

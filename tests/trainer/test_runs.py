@@ -83,7 +83,7 @@ def test_a_dry_run_warns_of_what_can_hardly_be_meant(train, tmp_path):
         "warning .*read the data .* times; set",
         "warning .*set vocab_size=64",
         "warning .*2 times as long as the s",
-        "export     transformers has no model with mamba1.mlp; export --format=pth works$",
+        "export     transformers does not have a model with mamba1.mlp; export --format=pth works$",
     ):
         assert re.search(f"^{warning}", said, re.MULTILINE), (warning, said)
 
