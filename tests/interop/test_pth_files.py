@@ -123,7 +123,7 @@ def saved(content, share=1.0):
 CUT = "file.pth .* is incomplete or damaged; copy"
 PROGRAM = "file.pth is damaged or contains more than tensors and plain values"
 ARCHIVE = "file.pth is a TorchScript or tar archive, which can contain code"
-NO_DICT = "file.pth is not a dict of tensors"
+NO_DICT = "file.pth does not contain a dict of tensors"
 REFUSED = {  # name: (function that writes the file, part of the message)
     "script": (write_script, ARCHIVE),
     "tar": (write_tar, ARCHIVE),

@@ -126,7 +126,7 @@ LOST = {  # {preset: the setting that the format can't represent}
     "falcon-h1-7b": "layers=mamba2/attention",
     "nemotron-h-8b": "layers=mamba2,mlp",
     "nemotron-nano-9b-v2": "layers=mamba2,mlp",
-    "nemotron-3-nano-4b": "can't represent this one: headdim 80",
+    "nemotron-3-nano-4b": "can't represent this model: headdim 80",
     "olmo-hybrid-7b": "layers=3.gdn",
     "qwen3.5-0.8b": "layers=3.gdn",
 }
