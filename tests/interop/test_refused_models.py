@@ -30,7 +30,7 @@ BASES |= {"bamba": BAMBA, "ours": dataclasses.asdict(MAMBA1)}
 MAMBA2 = {"layer": "Mamba2"}
 FIELDS = [  # (base, changed fields, part of the message)
     ("mamba1", {"hidden_act": "gelu"}, "hidden_act is 'gelu', another activation; only 'silu'"),
-    ("mamba1", {"model_type": "gpt2"}, "a model of type 'gpt2', architectures .*reads Mamba"),
+    ("mamba1", {"model_type": "gpt2"}, "models of type 'gpt2' with architectures .*reads Mamba"),
     (
         "mamba2",
         {"time_step_limit": [0.01, float("inf")]},
