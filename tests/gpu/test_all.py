@@ -1,4 +1,4 @@
-"""benchmarks.gpu: one part that hangs or fails takes no other along. tests/nullgpu runs every part through."""
+"""benchmarks.gpu: a part that hangs or fails does not affect other parts. tests/nullgpu runs every part."""
 
 import os
 
@@ -26,7 +26,7 @@ def test_each_part_has_its_own_end(tmp_path, monkeypatch):
 
 
 def test_a_machine_without_the_tools_does_the_rest(tmp_path, monkeypatch):
-    """No ncu, no git. All that a call leaves are its logs and a summary."""
+    """There is neither ncu nor git. A call writes only logs and a summary."""
     monkeypatch.setattr(everything.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(everything.torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(everything.torch.version, "cuda", "13.0")
@@ -56,7 +56,7 @@ def test_a_tool_finds_the_kernels_compiled(tmp_path, monkeypatch):
 
 
 def test_sensors_are_read_beside_the_block(tmp_path, monkeypatch):
-    """The medians are of the last seconds; without nvidia-smi there are none."""
+    """The medians are taken over the last seconds. Without nvidia-smi, there are none."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with Sensors() as nothing:
         pass
@@ -73,7 +73,7 @@ def test_sensors_are_read_beside_the_block(tmp_path, monkeypatch):
 
 
 def test_a_candidate_replaces_what_it_names():
-    """Constants and entries of tables while it is measured, and the backends that it demands."""
+    """It replaces constants and entries of tables while it is measured, and selects backends."""
     before = ssd.SWEEP
     settings = TrainConfig(ModelConfig(layers="mamba2"))
     text = "ssd.triton.SWEEP.P=16 scan.triton.CHUNK=32 norm=reference"
@@ -92,7 +92,7 @@ def test_the_candidates_name_what_there_is(name):
 
 
 def test_each_call_ends_within_nine_minutes():
-    """Its parts' limits and half a minute of its own; each part belongs to a call."""
+    """The time is the sum of the limits of its parts plus half a minute. Each part belongs to a call."""
     parts = [name for names in everything.CALLS.values() for name in names]
     assert sorted(parts) == sorted(everything.LIMITS)
     for names in everything.CALLS.values():

@@ -1,4 +1,4 @@
-"""On a GPU: every backend that is there passes a run's first minute."""
+"""On a GPU: every available backend passes the checks at the start of a run."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ CONFIGS = {
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_all_that_is_there_is_right(kind, bounded, precision):
-    """Part by part and mixers in one call: layout, norm groups, document boundaries; gradients of everything."""
+    """Checks single operators and whole mixers: layouts, norm groups, document boundaries, and all gradients."""
     if precision == "fp32" and kind != "mamba1":
         pytest.skip("mamba-ssm's products in TF32 are skipped")
     settings = TrainConfig(CONFIGS[kind])

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", ["none", "fsdp"])
 def test_steps_are_dispatched_without_a_wait(tmp_path, monkeypatch, strategy, precision):
-    """But for the first, which compiles kernels and makes the moments. The loss of step 4 is not finite: it is refused
-    without a wait as well, and counted."""
+    """The first step is an exception, because it compiles kernels and creates the moments. The loss of step 4 is not
+    finite: the step is skipped and counted, also without a wait."""
     under_way = []
     take_step = loop.take_step
     true_loss = loop.batch_loss

@@ -13,7 +13,7 @@ from tests.kubernetes import manifests
 from tests.support.corpora import write_store
 from tests.support.ports import hold_port
 from tests.support.processes import finish, wait_until
-from tests.support.tiny import TINY, as_words
+from tests.support.tiny import TINY, format_arguments
 
 pytestmark = pytest.mark.torch22
 GRACE_SECONDS = manifests.node_job()["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
@@ -50,7 +50,7 @@ def start_nodes(tmp_path, project):
         )
 
     def start(*settings, nodes=2):
-        words = as_words(TINY | {"checkpoint_interval": 10**6, "global_batch_size": 4})
+        words = format_arguments(TINY | {"checkpoint_interval": 10**6, "global_batch_size": 4})
         now = [start_node(number, nodes, [*words, *settings]) for number in range(nodes)]
         started.extend(now)
         return now

@@ -6,7 +6,7 @@ from tests.support import projects
 from tests.support.corpora import write_store
 from tests.support.processes import run_program
 from tests.support.pyxis import SQUASHFS, make_cluster
-from tests.support.tiny import TINY, as_words
+from tests.support.tiny import TINY, format_arguments
 
 SAID_LAST = "\ndry run: nothing was trained\n"
 
@@ -49,7 +49,7 @@ def test_it_leaves_all_as_it_was_and_counts_the_ranks_to_come(project, called, d
     (project.parent / "scratch").mkdir()
     (project.parent / "a_link").symlink_to(project / "1.train.sbatch")
     before = listing(project)
-    words = as_words(TINY | {"num_steps": 3, "dataset_path": data, "save_ckpt_path": run})
+    words = format_arguments(TINY | {"num_steps": 3, "dataset_path": data, "save_ckpt_path": run})
     environment = {"PROCESSES_PER_NODE": "3", "TMPDIR": str(project.parent / "scratch")}
     command = [called, *words, "--dry_run", "--batch_size=1"]
     done = run_program(*command, cwd=project, **environment)

@@ -16,7 +16,7 @@ from mamba_fsdp.run import records
 from tests.support.corpora import write_store
 from tests.support.processes import wait_until
 from tests.support.projects import make_project, make_venv
-from tests.support.tiny import TINY, as_words
+from tests.support.tiny import TINY, format_arguments
 
 pytestmark = pytest.mark.slow
 SETTINGS = TINY | {
@@ -75,7 +75,7 @@ def command(project):
     if not (project / "store").exists():
         document = np.random.default_rng(0).integers(1, 64, 20_000)
         write_store(project / "store", [document], vocab_size=64, eos=0, tokenizer="none")
-    return lambda steps: ["./1.train.sbatch", *as_words(SETTINGS | {"num_steps": steps})]
+    return lambda steps: ["./1.train.sbatch", *format_arguments(SETTINGS | {"num_steps": steps})]
 
 
 @pytest.fixture

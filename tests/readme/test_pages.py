@@ -35,7 +35,7 @@ from tests.readme.pages import (
     text_of,
 )
 from tests.support.others_tokens import write_fms, write_layout
-from tests.support.tiny import TINY, as_words
+from tests.support.tiny import TINY, format_arguments
 
 COMPOSER = """
 model: {vocab_size: 65024, d_model: 2688, n_layer: 28, fsdp_layer_wrap: true, activation_checkpointing: true}
@@ -136,9 +136,9 @@ LEAVES = {
 # not changed.
 QUICK = TINY | {"vocab_size": 300, "num_steps": 8}
 SHORTER = {
-    "--tracker=tensorboard,wandb": as_words(QUICK | {"save_ckpt_path": "runs/tracked"}),
-    "--use_profiler=true": as_words(QUICK),
-    "--eval_prompts=": as_words(QUICK | {"save_ckpt_path": "runs/samples"}),
+    "--tracker=tensorboard,wandb": format_arguments(QUICK | {"save_ckpt_path": "runs/tracked"}),
+    "--use_profiler=true": format_arguments(QUICK),
+    "--eval_prompts=": format_arguments(QUICK | {"save_ckpt_path": "runs/samples"}),
 }
 
 

@@ -12,12 +12,12 @@ from mamba_fsdp.run.records import read_events, read_status
 from tests.support import projects
 from tests.support.corpora import write_store
 from tests.support.processes import write_program
-from tests.support.tiny import TINY, as_words
+from tests.support.tiny import TINY, format_arguments
 
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 
 SETTINGS = [
-    *as_words(TINY | {"num_steps": 16, "checkpoint_interval": 12}),
+    *format_arguments(TINY | {"num_steps": 16, "checkpoint_interval": 12}),
     "--deterministic=true",
     "--sharding_strategy=fsdp",
     "--dataset_path=data/store",

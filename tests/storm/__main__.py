@@ -20,7 +20,7 @@ from tests.support.checkpoints import metrics_of
 from tests.support.corpora import write_learnable
 from tests.support.forked import start_ranks
 from tests.support.processes import wait_until
-from tests.support.tiny import TINY, as_words
+from tests.support.tiny import TINY, format_arguments
 
 # DDP has three ranks, because the order of a sum matters then. context: fsdp with ranks that share each sequence.
 RANKS = {"ddp": 3, "fsdp": 2, "hsdp": 4, "context": 2}
@@ -124,7 +124,7 @@ class Storm:
         fails."""
         settings = self.settings | {"save_ckpt_path": self.folder / run}
         settings["async_checkpoint"] = self.choose.random() < 0.6
-        words = [json.dumps(kill), *as_words(settings)]
+        words = [json.dumps(kill), *format_arguments(settings)]
         program = ("-m", "tests.storm.rank")
         ranks = start_ranks(self.ranks, words, program, per_node=self.per_node)
         try:

@@ -40,7 +40,7 @@ HYBRID = {
 }
 
 
-def as_words(settings):
+def format_arguments(settings):
     """Returns the settings in the notation of the command line."""
     return [f"--{name}={value}" for name, value in settings.items()]
 

@@ -12,7 +12,7 @@ from mamba_fsdp.run.records import read_entries
 from mamba_fsdp.trainer import loop
 from tests.support.forked import said_by, start_ranks
 from tests.support.ranks import run_ranks, train_whole
-from tests.support.tiny import HYBRID, TINY, as_words
+from tests.support.tiny import HYBRID, TINY, format_arguments
 
 RELAY = {
     **TINY,
@@ -40,7 +40,7 @@ def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(corpus,
     The loss is the mean over the global batch. If another number of ranks resumes, no sample is lost or repeated.
     """
     common = {**RELAY, "dataset_path": corpus}
-    whole = as_words({**common, "save_ckpt_path": tmp_path / "whole", "batch_size": 2})
+    whole = format_arguments({**common, "save_ckpt_path": tmp_path / "whole", "batch_size": 2})
     said_by(start_ranks(1, [*whole, "--num_steps=4"]))
     relay = {**common, "save_ckpt_path": tmp_path / "relay", "batch_size": 1}
     legs = [
@@ -51,7 +51,7 @@ def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(corpus,
     ]
     for step, (ranks, per_node, strategy, sharing) in enumerate(legs):
         relay |= {"num_steps": step + 1, "sharding_strategy": strategy, "context_parallel": sharing}
-        said = said_by(start_ranks(ranks, as_words(relay), per_node=per_node))
+        said = said_by(start_ranks(ranks, format_arguments(relay), per_node=per_node))
         assert step == 0 or f"step_0000000{step}, step {step}\n" in said
     expected = numbers_of(tmp_path / "whole")
     assert numbers_of(tmp_path / "relay") == [
@@ -92,7 +92,7 @@ def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(settings_of, tmp_pa
 def test_a_rank_that_lost_another_ends_with_one_line(corpus, tmp_path, survivor):
     """Either of two ranks is killed while they train over gloo."""
     given = {"num_steps": 10_000, "dataset_path": corpus, "save_ckpt_path": tmp_path}
-    ranks = start_ranks(2, as_words({**TINY, **given, "sharding_strategy": "fsdp"}))
+    ranks = start_ranks(2, format_arguments({**TINY, **given, "sharding_strategy": "fsdp"}))
     try:
         while len(read_entries(tmp_path / "metrics.jsonl")) < 5:
             assert ranks[0].poll() is None and ranks[1].poll() is None

@@ -17,7 +17,7 @@ from mamba_fsdp.trainer.replay import DifferenceError, replay
 from tests.support.checkpoints import flip
 from tests.support.forked import said_by, start_ranks
 from tests.support.processes import run_program
-from tests.support.tiny import HYBRID, TINY, as_words
+from tests.support.tiny import HYBRID, TINY, format_arguments
 
 KINDS = {
     "none": (1, 1, {**HYBRID, "optimizer": "muon"}),
@@ -38,7 +38,7 @@ def test_the_steps_of_any_run_repeat(kind, corpus, tmp_path):
     """
     ranks, per_node, given = KINDS[kind]
     given = {"sharding_strategy": kind, "num_steps": 4, "dataset_path": corpus, **given}
-    words = as_words({**TINY, **given, "save_ckpt_path": tmp_path})
+    words = format_arguments({**TINY, **given, "save_ckpt_path": tmp_path})
     said_by(start_ranks(ranks, words, per_node=per_node))
     program = ("-m", "mamba_fsdp")
     said = said_by(start_ranks(ranks, ["replay", str(tmp_path)], program, per_node=per_node))

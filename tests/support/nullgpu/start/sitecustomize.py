@@ -1,4 +1,4 @@
-"""Each process of Python on the null device imports this first."""
+"""Every Python process on the null device imports this module first."""
 
 from tests.support.nullgpu import collectives, numbers
 
