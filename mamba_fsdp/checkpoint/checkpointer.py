@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -384,7 +383,7 @@ class Checkpointer:
         path = save.folder / STATE
         write_atomically(path, json.dumps({**CHECKPOINT.header(), **asdict(contents)}))
         checksums = {file.name: file.checksum for file in files}
-        checksums[FileName(STATE)] = retry_io(partial(compute_checksum, path), path)
+        checksums[FileName(STATE)] = retry_io(compute_checksum, path, path)
         commit = Commit(save.step, checksums)
         write_object(save.folder / COMMIT, {**CHECKPOINT.header(), **asdict(commit)})
         return sum(checksum.bytes for checksum in checksums.values())

@@ -13,7 +13,7 @@ contain the version of the format.
 
 import resource
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,8 @@ class Reader:
             file = self.contents.files[ranges.files[part.piece]]
             piece_start = ranges.starts[part.piece]
             target = result[part.at : part.at + part.count]
-            fill = partial(self._fill, file, name, piece_start, part.offset, target)
             try:
-                retry_io(fill, self.path / file)
+                retry_io(self._fill, self.path / file, file, name, piece_start, part.offset, target)
             except OSError as error:
                 if not exists(self.path):
                     raise checkpoint_removed_error(self.path) from None

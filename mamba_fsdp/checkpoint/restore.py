@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.checkpoint.contents import (
@@ -115,7 +114,7 @@ def _verify_file(
     if problem:
         return problem
     try:
-        result = retry_io(partial(hash_file, path, expected.bytes, shards), path)
+        result = retry_io(hash_file, path, path, expected.bytes, shards)
     except OSError as error:
         return f"{path.name}: {error.strerror}"
     if result.xxh3 != expected.xxh3:

@@ -8,7 +8,6 @@ gets an error with this explanation.
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.errors import LeaseLostError, UserError
@@ -41,7 +40,7 @@ def check_disk_space(
     The space of old checkpoints among `checkpoints` that can be removed is counted as free. what: names the data in the
     message.
     """
-    usage = retry_io(partial(shutil.disk_usage, folder), folder)
+    usage = retry_io(shutil.disk_usage, folder, folder)
     free = usage.free
     if free < count * needed:
         free += sum(map(size_of, list_removable(checkpoints, 1)))
@@ -109,7 +108,7 @@ class Retention:
         checkpoints = self._list_usable()
         check_disk_space(self.folder, checkpoints, needed, what=what)
         for keep in range(min(self.keep, len(checkpoints)), 0, -1):
-            usage = retry_io(partial(shutil.disk_usage, self.folder), self.folder)
+            usage = retry_io(shutil.disk_usage, self.folder, self.folder)
             if usage.free < needed:
                 self.prune(keep, what)
 

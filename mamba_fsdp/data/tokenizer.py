@@ -207,7 +207,7 @@ class TextTokenizer:
             "model_input_names": ["input_ids", "attention_mask"],
         }
         if self._pretrained:
-            retry_io(functools.partial(self._save_pretrained, folder), folder)
+            retry_io(self._save_pretrained, folder, folder)
             settings = json.loads(read_bytes(file))
             if self._is_changed:
                 settings |= {"add_bos_token": bool(self.prefix), "add_eos_token": False}

@@ -4,7 +4,6 @@ import pickle
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,7 +46,7 @@ class PthTensors(TensorSource):
         tensors and plain values, and StorageError after a minute of retries."""
         self.source = path
         try:
-            content = retry_io(partial(_load, path), path)
+            content = retry_io(_load, path, path)
             stored = dict(_tensors_in(content, "", set()))
             _check_elements(path, stored)
         except OSError as error:
@@ -173,7 +172,7 @@ def write_pth(
     """
     mapped = path.with_suffix(".tensors")
     write_safetensors(mapped, names, tensors)
-    file = retry_io(partial(map_tensors, mapped), mapped)
+    file = retry_io(map_tensors, mapped, mapped)
     content = {name: file.get_tensor(name) for name in names}
     for second_name, name in tied.items():
         content[second_name] = content[name]

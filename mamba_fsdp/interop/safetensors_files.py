@@ -4,7 +4,6 @@ The latter are only read.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -71,7 +70,7 @@ class SafetensorsTensors(TensorSource):
 
 def _open(path: Path) -> Any:
     try:
-        return retry_io(partial(map_tensors, path), path)
+        return retry_io(map_tensors, path, path)
     except FileNotFoundError:
         raise UserError(f"{path} is missing, but listed in {INDEX}; copy or download it") from None
     except OSError as error:

@@ -33,8 +33,9 @@ MISSING_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # ELOOP: links that
 MAX_READ = 1 << 30  # the maximal size in bytes of a file to read as a whole
 
 
-def retry_io(action: Callable[[], T], what: str | Path) -> T:
-    """Calls `action()` and returns its result. After a transient OSError it is called again, so that it must be repeatable.
+def retry_io(action: Callable[..., T], what: str | Path, *inputs: Any) -> T:
+    """Calls `action(*inputs)` and returns its result. After a transient OSError it is called again, so that it must be
+    repeatable.
 
     what: the file or folder, for messages. Raises StorageError if transient errors last longer than RETRY_SECONDS. Other
     OSErrors are raised immediately.
@@ -43,7 +44,7 @@ def retry_io(action: Callable[[], T], what: str | Path) -> T:
     pause = 0.1
     while True:
         try:
-            result = action()
+            result = action(*inputs)
         except OSError as error:
             if error.errno not in TRANSIENT_ERRNOS:
                 raise
@@ -103,7 +104,7 @@ def is_folder(path: str | Path) -> bool:
 
 def stat_of(path: str | Path) -> os.stat_result:
     """Calls os.stat, with retries. Raises StorageError after a minute of retries, and other OSErrors immediately."""
-    return retry_io(partial(os.stat, path), path)
+    return retry_io(os.stat, path, path)
 
 
 def _mode(path: str | Path) -> int:
@@ -120,7 +121,7 @@ def list_names(folder: str | Path) -> list[str]:
     """Returns the names in a folder, or an empty list if the folder does not exist. Path.glob is not used, because it
     ignores errors of the storage."""
     try:
-        return retry_io(partial(os.listdir, folder), folder)
+        return retry_io(os.listdir, folder, folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -172,7 +173,7 @@ class _FileWithRetries(io.FileIO):
     readall = io.RawIOBase.readall
 
     def readinto(self, buffer: Any) -> int:
-        return retry_io(partial(self._read, buffer), str(self.name))
+        return retry_io(self._read, str(self.name), buffer)
 
     def _read(self, buffer: Any) -> int:
         try:
@@ -201,7 +202,7 @@ def read_once(path: str | Path, max_size: int = MAX_READ, flags: int = 0) -> tup
 def read_bytes(path: str | Path) -> bytes:
     """Returns the content of a file of at most MAX_READ bytes. Raises StorageError after a minute of retries. Raises other
     OSErrors immediately, also if the file is larger, a pipe or a device."""
-    content, _ = retry_io(partial(read_once, path), path)
+    content, _ = retry_io(read_once, path, path)
     return content
 
 
@@ -297,7 +298,7 @@ def list_temporary_paths(path: Path) -> list[Path]:
 def size_of(path: Path) -> int:
     """Returns the size in bytes of a file, or of all files in a folder. Files that disappear meanwhile are not counted.
     Raises StorageError after a minute of retries."""
-    return retry_io(partial(_size, path), path)
+    return retry_io(_size, path, path)
 
 
 def _size(path: Path) -> int:
@@ -312,7 +313,7 @@ def delete(path: Path) -> None:
     """Removes a file or a folder, and ignores errors. Links are removed but not followed. Other processes can remove parts of
     the folder at the same time."""
     with contextlib.suppress(StorageError):
-        retry_io(partial(_remove, path), path)
+        retry_io(_remove, path, path)
 
 
 def _remove(path: Path) -> None:
