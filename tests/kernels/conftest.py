@@ -1,5 +1,5 @@
-"""Tests of Triton kernels on a CPU. tests/run.sh runs them in a second call: TRITON_INTERPRET=1 with a Triton on the
-path (benchmarks/kernels/install.py) must be in the environment before anything imports it; elsewhere they are not
+"""Tests of Triton kernels on a CPU. tests/run.sh runs them in a separate call of pytest, because TRITON_INTERPRET=1
+and the path of a Triton (benchmarks/kernels/install.py) must be set before Triton is imported. Otherwise they are not
 collected."""
 
 import os
@@ -14,14 +14,14 @@ if not HAS_INTERPRETER:
 
 
 def pytest_collection_modifyitems(items):
-    """All are slow: the interpreter takes a Python call for each operation of a kernel."""
+    """Marks all tests as slow: the interpreter makes a Python call for each operation of a kernel."""
     for item in items:
         if "tests/kernels/" in item.path.as_posix():
             item.add_marker(pytest.mark.slow)
 
 
 def memory_of(tensor):
-    """The addresses from a tensor's first element to the end of its last one."""
+    """Returns the range of addresses from the first element of a tensor to the end of the last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     length = last + 1 if tensor.numel() else 0
     return range(tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size())
@@ -29,8 +29,8 @@ def memory_of(tensor):
 
 @pytest.fixture(autouse=True)
 def launches_are_checked(monkeypatch):
-    """What the interpreter lets through fails, as on a GPU: an access outside of the launch's tensors, and an argument
-    that a kernel does not have."""
+    """Makes two errors fail that the interpreter ignores: an access outside of the tensors of a launch, and an
+    unknown argument of a kernel."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     memories = []
@@ -44,7 +44,7 @@ def launches_are_checked(monkeypatch):
         launch(executor, *values, **named)
 
     def check(pointers, mask):
-        """All addresses of an access are in the same tensor."""
+        """Asserts that all addresses of an access are in the same tensor."""
         addresses = pointers.data[mask.data]
         if not addresses.size:
             return

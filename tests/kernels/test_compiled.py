@@ -1,7 +1,9 @@
-"""Every kernel that a layer launches compiles for GPUs that are not here, within bounds on what its code costs.
+"""Every kernel that a layer launches can be compiled for several GPUs, within limits for the cost of its code. No GPU
+is needed.
 
-By default each launch on one of six pairs of Triton and architecture; KERNEL_GATES=all tests/run.sh
-tests/kernels/test_compiled.py takes all launches on all pairs. Triton keeps what it compiled beside itself.
+By default, each launch is compiled for one of six pairs of Triton and architecture. KERNEL_GATES=all tests/run.sh
+tests/kernels/test_compiled.py compiles all launches for all pairs. The compiled code is kept in a cache next to
+Triton.
 """
 
 import json
@@ -21,12 +23,12 @@ PARTS = len(PAIRS)
 if os.environ.get("KERNEL_GATES") == "all":
     PAIRS = [(version, cc) for version, ccs in TRITONS.items() for cc in ccs]
     PARTS = 1
-# KiB of shared memory that a program may have, by compute capability (NVIDIA's CUDA programming guide).
+# {compute capability: KiB of shared memory per block} (NVIDIA's CUDA programming guide).
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
 class Bounds(NamedTuple):
-    instructions: float  # of a thread, for an element
+    instructions: float  # instructions of a thread per element
     spills: int = 0  # instructions of innermost loops that read or write the stack
     stack: int = 0  # bytes
 
@@ -36,10 +38,10 @@ BOUNDS = {
     "conv walk back": Bounds(47),
     "loss cross_entropy": Bounds(26),
     "norm norm": Bounds(34),
-    "norm norm_back": Bounds(41.5, spills=8, stack=24),  # spills on sm_120 alone
+    "norm norm_back": Bounds(41.5, spills=8, stack=24),  # spills only on sm_120
     "scan sweep": Bounds(17, stack=32),
     "scan sweep local": Bounds(11),
-    # What it keeps from tile to tile waits on the stack while it goes through a chunk.
+    # Values that are needed for the next tile are on the stack while a chunk is processed.
     "scan backward": Bounds(47, spills=80, stack=700),
     "ssd add_up": Bounds(2.6),
     "ssd sweep": Bounds(149, spills=16, stack=64),
@@ -50,16 +52,16 @@ BOUNDS = {
     "ssd far": Bounds(112, spills=20, stack=96),
     "ssd finish": Bounds(14),
 }
-# Of the scan with many states on sm_90: the most that Triton 2.2 compiles, and 128, which few models have.
+# Numbers of states for the scan on sm_90: the largest that Triton 2.2 can compile, and 128, which few models have.
 MANY_STATES = {
     ("2.2.0", 64): Bounds(52, spills=180, stack=640),
     ("3.6.0", 128): Bounds(115, spills=1000, stack=2400),
 }
-VARIANTS = {"reverse", "cut", "documents"}  # which have no bounds of their own
+VARIANTS = {"reverse", "cut", "documents"}  # variants that do not have their own bounds
 
 
 def complaints(made):
-    """What a launch's code breaks, in words."""
+    """Returns a message for each limit that the code of a launch exceeds."""
     if made.error:
         return [made.error]
     title = " ".join(word for word in made.title.split() if word not in VARIANTS)
@@ -105,7 +107,8 @@ def test_scans_of_many_states_compile(version, d_state, project):
 
 
 def test_no_loop_of_a_kernel_loses_a_variable(project):
-    """Triton 3's front end, see tests/support/carries.py. It lost the convolution's fourth tap in float32 so."""
+    """This is an error of Triton 3's front end, see tests/support/carries.py. Because of it, the convolution in
+    float32 once lost its fourth tap."""
     try:
         folder = triton_folder("3.6.0")
     except OSError as why:

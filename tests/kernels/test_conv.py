@@ -1,4 +1,5 @@
-"""The convolution's kernels beside the reference backend in float64: widths, documents, odd sizes, slices, bf16."""
+"""Compares the kernels of the convolution with the reference backend in float64: widths, documents, odd sizes,
+slices, bf16."""
 
 from dataclasses import fields
 from functools import partial
@@ -15,7 +16,7 @@ from tests.support.compare import assert_like_reference
 WIDTHS = {field.name: field for field in fields(ModelConfig)}["d_conv"].metadata["bounds"].limits
 DOCUMENTS = torch.tensor(
     [[0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 4, 5, 6], [3] * 8 + [4] * 5]
-)  # ends before, at, after 8
+)  # documents that end before, at, and after position 8
 
 
 reference, kernels = (partial(causal_conv_silu, backend=name) for name in ("reference", "triton"))
@@ -27,14 +28,14 @@ def leaves(batch=2, length=13, channels=5, width=4, dtype=torch.float32):
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """Sizes that a few rows fill, so that programs meet in a sequence."""
+    """Block sizes so small that several programs share a sequence."""
     for table in backend.FORWARD, backend.BACKWARD:
         monkeypatch.setitem(table, (8, 0), {"ROWS": 8, "CHANNELS": 16, "num_warps": 1})
 
 
 @pytest.mark.parametrize("width", range(WIDTHS["at_least"], WIDTHS["at_most"] + 1))
 def test_documents_and_widths(width):
-    """The widest in two blocks of channels, the others in two rows of a batch."""
+    """The widest convolution has two blocks of channels, the others two rows in a batch."""
     values = leaves(width=width)
     documents = DOCUMENTS
     if width == WIDTHS["at_most"]:

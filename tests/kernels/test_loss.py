@@ -1,4 +1,5 @@
-"""The loss' kernel beside the reference backend in float64: odd vocabularies, weights, ignored labels, bf16."""
+"""Compares the kernel of the loss with the reference backend in float64: odd vocabularies, weights, ignored labels,
+bf16."""
 
 from functools import partial
 
@@ -16,7 +17,7 @@ kernels, reference = (
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """Blocks that a small vocabulary fills."""
+    """Blocks that are smaller than the small vocabulary."""
     monkeypatch.setattr(backend, "BLOCK", 64)
 
 
@@ -36,7 +37,7 @@ def labels_of(vocab):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("vocab", [5, 64, 130, 200])
 def test_value_and_gradients(vocab, weighted):
-    """Tokens come in three chunks. Without gradients, the value has the same bits."""
+    """There are three chunks of tokens. Without gradients, the value has the same bits."""
     how = {"labels": labels_of(vocab), "chunk": 5}
     if weighted:
         how["token_weights"] = torch.arange(12.0) / 4
@@ -47,7 +48,7 @@ def test_value_and_gradients(vocab, weighted):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype):
-    """The gradient of hidden is summed from logits' gradients in that dtype. Two runs give the same bits."""
+    """The gradient of hidden is summed from gradients of the logits in half precision. Two runs give the same bits."""
     most = {
         "output 0": 2 * torch.finfo(dtype).eps,
         "gradient of weight": 2 * torch.finfo(dtype).eps,
@@ -58,7 +59,8 @@ def test_half_precision(dtype):
 
 
 def test_rows_of_huge_and_of_broken_logits():
-    """Huge logits stay finite; NaN, and a label outside the vocabulary, make the loss NaN; but not of ignored tokens."""
+    """Huge logits give a finite loss. NaN logits and labels outside of the vocabulary give a loss of NaN, except for
+    ignored tokens."""
     given = leaves(130)
     labels = labels_of(130)
     huge = assert_like_reference(

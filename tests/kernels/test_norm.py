@@ -1,4 +1,5 @@
-"""The norms' kernels beside the reference backend in float64: odd rows, groups, both orders of norm and gate, slices, bf16."""
+"""Compares the kernels of the norms with the reference backend in float64: odd rows, groups, both orders of norm and
+gate, slices, bf16."""
 
 from functools import partial
 
@@ -12,7 +13,7 @@ from tests.support.compare import assert_like_reference, equal, evaluate
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """Programs of a few rows, so that several sum a weight's gradient."""
+    """Programs have few rows, so that several programs contribute to the gradient of a weight."""
     monkeypatch.setattr(backend, "ROWS", 4)
 
 
@@ -50,7 +51,7 @@ def test_gated_norm_by_groups(groups, norm_first):
 
 
 def test_bf16_with_a_weight_in_fp32():
-    """The residual stream stays fp32. Two runs give the same bits."""
+    """The residual stream remains in fp32. Two runs give the same bits."""
     x = randn(1, 6, 9, dtype=torch.bfloat16)
     leaves = dict(x=x, residual=randn(1, 6, 9), weight=randn(9))
     kernels, reference = both(add_norm)
@@ -62,7 +63,7 @@ def test_bf16_with_a_weight_in_fp32():
 
 
 def test_a_sum_or_a_norm_that_nothing_reads():
-    """The last norm's sum goes nowhere."""
+    """The sum of the last norm of a model is not used."""
     leaves = dict(x=randn(1, 6, 9), residual=randn(1, 6, 9), weight=randn(9))
 
     def normed(backend, **leaves):

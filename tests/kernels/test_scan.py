@@ -1,4 +1,5 @@
-"""The selective scan's Triton kernels beside the reference backend in float64, and as an operator that torch knows."""
+"""Compares the Triton kernels of the selective scan with the reference backend in float64, and checks their
+registration as a torch operator."""
 
 from functools import partial
 
@@ -17,14 +18,15 @@ scan, reference = (
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Rows are one segment of several chunks."""
+    """Each row is one segment with several chunks."""
     torch.manual_seed(0)
     monkeypatch.setattr(backend, "CHUNK", 8)
     monkeypatch.setattr(backend, "FILL", 1)
 
 
 def inputs(batch, length, channels, states, dtype=torch.float32, without=()):
-    """Leaves of a scan; u and z, B and C are slices of one tensor, as behind the model's projections."""
+    """Returns the inputs of a scan. u and z, and B and C, are slices of one tensor, like the outputs of the model's
+    projections."""
     xz = torch.randn(batch, length, 2 * channels).to(dtype)
     x_dbl = torch.randn(batch, length, 3 + 2 * states).to(dtype)
     u, z = xz.chunk(2, dim=-1)
@@ -73,7 +75,7 @@ def test_bf16_in_and_out():
 
 
 def test_states_clear_at_a_start_however_slow_the_decay():
-    """A whole document of steps of size 0 in front; nothing of the initial state gets through."""
+    """The first document has only steps of size 0. The initial state has no effect on the second one."""
     leaves = inputs(1, 9, 2, 2)
     leaves |= dict(
         seq_idx=torch.tensor([[0] * 5 + [1] * 4]),
@@ -89,8 +91,8 @@ def test_states_clear_at_a_start_however_slow_the_decay():
 
 
 def test_rows_that_lie_far_apart(monkeypatch):
-    """Where position times row passes 2**31 elements, as of the gate of a long sequence: read there and written there."""
-    monkeypatch.setattr(backend, "FILL", 3)  # segments, whose states LOCAL sweeps make
+    """Reads and writes elements at offsets beyond 2**31, as in the gate of a long sequence."""
+    monkeypatch.setattr(backend, "FILL", 3)  # makes several segments, with states from LOCAL sweeps
     length, row = 20, 1 << 27
     near = torch.randn(1, length, 19).bfloat16()
     far = torch.empty(length * row, dtype=near.dtype).as_strided(near.shape, (0, row, 1))

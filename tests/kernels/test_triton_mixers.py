@@ -1,4 +1,5 @@
-"""Whole mixers of Triton kernels beside the reference parts in float64, and what they keep."""
+"""Compares whole mixers of Triton kernels with the reference operators in float64, and measures the memory for the
+backward pass."""
 
 from functools import partial
 
@@ -27,12 +28,12 @@ KINDS = pytest.mark.parametrize("kind", SIZES)
 LENGTHS = {
     "mamba1": 9,
     "mamba2": 34,
-}  # with the blocks below, a chunk of the scan or a pair of SSD's, and some more
+}  # with the blocks below: slightly more than a chunk of the scan, or than a pair of chunks of SSD
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """The interpreter takes as long for rows that are not there."""
+    """Blocks are small, because the interpreter takes as long for masked rows as for others."""
     for table in (conv_triton.FORWARD, conv_triton.BACKWARD):
         monkeypatch.setitem(table, (8, 0), {"ROWS": 18, "CHANNELS": 32, "num_warps": 1})
     monkeypatch.setattr(scan_triton, "CHUNK", 8)
@@ -45,7 +46,7 @@ def build(kind, backends=WHOLES, **sizes):
 
 
 def mixer(kind, backends=WHOLES):
-    """(a function of x and the parameters, x and parameters by name, with large values)"""
+    """Returns (a function of x and the parameters, {name: x and parameters with large values})."""
     layer = build(kind, backends)
     generator = torch.Generator().manual_seed(5)
     values = {"x": torch.randn(1, LENGTHS[kind], layer.config.d_model, generator=generator)}
@@ -60,7 +61,7 @@ def mixer(kind, backends=WHOLES):
         return torch.func.functional_call(layer, named, (x, seq_idx))
 
     def run_twice(x, seq_idx, **parameters):
-        """The first time it is computed again for the backward pass."""
+        """The first call is recomputed in the backward pass."""
         again = partial(run, seq_idx=seq_idx, **parameters)
         x = checkpoint(again, x, use_reentrant=False, preserve_rng_state=False)
         return run(x, seq_idx, **parameters)
@@ -74,14 +75,14 @@ def seq_idx(length, batch=1):
 
 @KINDS
 def test_equals_float64(kind):
-    """In fp32, odd sizes, over chunks that hand on their states; gradients of everything, which add up where a mixer is
-    used twice and activations are recomputed. Tensors without content give the same shapes and types."""
+    """Compares results and all gradients in fp32, with odd sizes and several chunks. Gradients are summed if a mixer
+    is used twice and activations are recomputed. Meta tensors give the same shapes and dtypes."""
     run, values = mixer(kind)
     documents = seq_idx(LENGTHS[kind])
     results = evaluate(run, values, seq_idx=documents)
     reference, _ = mixer(kind, REFERENCE)
     expected = evaluate(reference, double(values), seq_idx=documents)
-    assert_like(results, expected, 1e-5)  # sums over rows, which cancel
+    assert_like(results, expected, 1e-5)  # these are sums over rows with cancellation
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         empty = {name: mode.from_tensor(value) for name, value in values.items()}
         fake = evaluate(run, empty, seq_idx=documents)
@@ -92,8 +93,8 @@ def test_equals_float64(kind):
 
 
 def kept(kind, backends):
-    """What a mixer's backward pass waits with, beside its input and weights, in tensors of (token, d_inner): of bf16,
-    at the sizes of mamba-1.4b or mamba2-1.3b, without content."""
+    """Returns the memory that a mixer saves for its backward pass, in addition to its input and weights, as a number
+    of bf16 tensors (token, d_inner). The sizes are those of mamba-1.4b or mamba2-1.3b, on the meta device."""
     storages = {}
     with FakeTensorMode():
         layer = build(
@@ -113,7 +114,9 @@ def kept(kind, backends):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = torch.func.functional_call(layer, weights, (x,))  # which keeps the storages
+            output = torch.func.functional_call(
+                layer, weights, (x,)
+            )  # this keeps the saved storages alive
         for tensor in (x, *weights.values()):
             storages.pop(tensor.untyped_storage()._cdata, None)
         assert output.shape == x.shape
@@ -122,9 +125,9 @@ def kept(kind, backends):
 
 @pytest.mark.parametrize("kind, most", [("mamba1", 2.6), ("mamba2", 2.1)])
 def test_keeps_less_than_its_parts(kind, most, monkeypatch):
-    """Mamba-1: x, z, x_proj's output and the states of every 64th position in fp32. Mamba-2: in_proj's output.
-    mamba-ssm keeps the outputs of scan and SSD too."""
-    monkeypatch.undo()  # blocks of their own size
+    """Mamba-1 saves x, z, the output of x_proj and the fp32 states of every 64th position. Mamba-2 saves the output
+    of in_proj. mamba-ssm also saves the outputs of scan and SSD."""
+    monkeypatch.undo()  # restores the real block sizes
     whole = kept(kind, WHOLES)
     parts = kept(kind, PARTS)
     assert most - 0.1 <= whole <= most and parts > whole + 2

@@ -1,4 +1,5 @@
-"""The SSD's kernels beside the reference backend in float64, at odd sizes and at the edges; what they promise to torch."""
+"""Compares the kernels of SSD with the reference backend in float64, with odd sizes and at the edges of blocks, and
+checks their registration as torch operators."""
 
 import os
 from functools import partial
@@ -11,8 +12,8 @@ from mamba_fsdp.ops.ssd import ssd, triton
 from tests.support.compare import assert_like_reference
 from tests.support.definitions import random_documents, ssd_values
 
-BF16 = 2.0**-6  # of sums over whole rows, as dA is
-# What passes a position is a difference of sums, and in dA and that of the bias much of it cancels.
+BF16 = 2.0**-6  # tolerance for sums over whole rows, such as dA
+# A state after a position is a difference of sums. In the gradients of A and the bias, many terms cancel.
 FP32 = {"gradient of dt": 5e-6, "gradient of A": 5e-5, "gradient of dt_bias": 5e-5}
 ACTIVATIONS = ("x", "dt", "B", "C")
 
@@ -45,8 +46,9 @@ if os.environ.get("KERNEL_GATES") == "all":
 
 @pytest.mark.parametrize("sizes, bounded", CASES, ids=str)
 def test_equals_float64(sizes, bounded):
-    """Outputs, last state and all gradients, those of A and the bias too, whose terms cancel; blocks full and not,
-    several of channels and of states. KERNEL_GATES=all: each with documents and without."""
+    """Compares outputs, the last state and all gradients, also of A and the bias, in which terms cancel. There are
+    full and partial blocks, and several blocks of channels and states. KERNEL_GATES=all: each case with and without
+    documents."""
     values = leaves(**sizes)
     seq_idx = random_documents(*values["x"].shape[:2]) if bounded else None
     assert_like_reference(kernels, reference, values, FP32, seq_idx=seq_idx)
@@ -62,7 +64,7 @@ def test_bf16():
 
 
 def test_segments_of_a_sequence(monkeypatch):
-    """Three, of which the first two are swept for what the others begin with."""
+    """There are three segments. The first two are swept to compute the initial states of later ones."""
     monkeypatch.setattr(triton, "CHUNKS", 2)
     values = leaves(length=150, heads=1, headdim=16, d_state=16)
     seq_idx = random_documents(1, 150)
@@ -70,7 +72,7 @@ def test_segments_of_a_sequence(monkeypatch):
 
 
 def test_extreme_dt():
-    """In one head no step at all, in the other steps that forget everything: every gradient is finite and right."""
+    """One head has steps of 0, the other has steps that clear the state. Every gradient is finite and correct."""
     values = leaves()
     values["dt_bias"] += torch.tensor([-60.0, 20000.0])
     assert_like_reference(kernels, reference, values, 1e-4)

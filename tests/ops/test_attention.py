@@ -1,4 +1,4 @@
-"""Attention, rotary positions and the step, against their definitions in float64."""
+"""Compares attention and rotary positions with their definitions in float64."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch22
 
 
 def plain_attention(q, k, v, seq_idx=None):
-    """With all scores of all heads."""
+    """Computes attention with the scores of all heads in one tensor."""
     length = q.shape[1]
     share = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(share, dim=2) for t in (k, v))
@@ -33,14 +33,15 @@ def inputs(length=9, kv_heads=2):
     }
 
 
-# The second row begins with the number that ends the first.
+# The second row begins with the document number at the end of the first row.
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 2 + [2] * 3, [2] + [3] * 8], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_equals_the_definition(kv_heads, length):
-    """Causal, for every ratio of query to key heads; gradients too. A single query sees all keys."""
+    """Causal attention, with gradients, for several ratios of query heads to key heads. A single query attends to all
+    keys."""
     values = inputs(length=length, kv_heads=kv_heads)
     assert_like(evaluate(attention, values), evaluate(plain_attention, values), 1e-12)
     last = attention(**values | {"q": values["q"][:, -1:]})
@@ -55,7 +56,7 @@ ARGUMENTS = (
 
 
 def flash_kernel(q, k, v, bounds_q, bounds_k, longest_q, longest_k, dropout, causal, debug):
-    """As torch's operator for CUDA, on any device: a document's last query sees its last key."""
+    """Computes the same as torch's CUDA operator on any device: the last query of a document attends to its last key."""
     assert bounds_q.dtype == bounds_k.dtype == torch.int32
     assert longest_q == bounds_q.diff().max() and longest_k == bounds_k.diff().max()
     assert dropout == 0.0 and causal is True and debug is False
@@ -66,9 +67,10 @@ def flash_kernel(q, k, v, bounds_q, bounds_k, longest_q, longest_k, dropout, cau
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("asking", [1, 4, 9])
 def test_documents_are_kept_apart(backend, asking, monkeypatch):
-    """Of whole rows and of their last positions, which may have no query of a document; gradients too."""
+    """This holds for whole rows and for their last positions, which need not contain a query of each document, also
+    for gradients."""
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_kernel)
-    monkeypatch.setattr(reference, "MASK_ELEMENTS", 12)  # a mask of two queries at a time
+    monkeypatch.setattr(reference, "MASK_ELEMENTS", 12)  # makes a mask for two queries at a time
     documents = Documents.asked_by_last(DOCUMENTS, asking)
     if asking == 9:
         documents = Documents.of(DOCUMENTS)
@@ -84,7 +86,7 @@ def test_documents_are_kept_apart(backend, asking, monkeypatch):
 
 
 def test_flash_calls_an_operator_that_torch_has_with_gradients():
-    """Of either stack, with arguments in this order."""
+    """The operator exists on both stacks, with the arguments in this order."""
     schema = torch._C._get_schema("aten::_flash_attention_forward", "")
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     assert names == ARGUMENTS
@@ -94,7 +96,8 @@ def test_flash_calls_an_operator_that_torch_has_with_gradients():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("documents", [None, Documents([500] * 65 + [268])], ids=["row", "packed"])
 def test_nothing_is_larger_than_the_queries(documents, backend):
-    """Forward and backward, on tensors without content: no tensor of (length, length), no repeated keys."""
+    """In the forward and backward pass on meta tensors, there are neither tensors of the shape (length, length) nor
+    repeated keys."""
     if documents and backend == "flash" and torch.__version__.startswith("2.2."):
         pytest.skip("torch 2.2's operator takes no bounds of tensors without content")
     with FakeTensorMode(), LargestTensor() as largest:
@@ -108,7 +111,8 @@ def test_nothing_is_larger_than_the_queries(documents, backend):
 
 
 def test_rotary_turns_pairs():
-    """Channels i and i + rotary_dim/2 turn together as a complex number; the channels after rotary_dim stay."""
+    """Channels i and i + rotary_dim/2 are rotated like a complex number. The channels after rotary_dim are not
+    changed."""
     x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     positions = torch.tensor([0, 1, 2, 0, 7])
     found = rotary(x, positions, 6, 100.0)

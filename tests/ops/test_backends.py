@@ -1,4 +1,5 @@
-"""Which backend serves which operator: best first; what keeps one away is said, and a demand that can't be met refused."""
+"""The selection of backends: the best available one is used, messages explain why better ones can't be used, and a
+request that can't be met is an error."""
 
 import shutil
 import sys
@@ -30,7 +31,7 @@ needs_c = pytest.mark.skipif(bool(cpp.why_unavailable()), reason="no C compiler"
 
 @pytest.fixture
 def install(monkeypatch):
-    """install("fla triton"): these packages load, and the others do not."""
+    """install("fla triton"): these packages can be imported, and others can't."""
 
     def install(words):
         for package, names in PACKAGES.items():
@@ -42,7 +43,7 @@ def install(monkeypatch):
 
 
 def choose(setting, device, layers="mamba1,mamba2,gdn,attention", d_model=256, **asked):
-    """asked: more settings of the model, and what a Use asks for."""
+    """asked: further settings of the model, and fields of Use."""
     names = ("dtype", "seq_idx", "deterministic", "in_parts")
     use = {"dtype": torch.bfloat16} | {name: asked.pop(name) for name in names if name in asked}
     uses = operator_uses(ModelConfig(layers=layers, d_model=d_model, **asked), **use)
@@ -141,7 +142,7 @@ TRITON = "triton: conv, scan, ssd, norm, loss, mamba1, mamba2; reference: gdn"
                 dict(layers=layers, d_state=2),
                 "takes multiples of 8 channels, not 516",
             )
-            for layers in ("mamba1,mamba2", "mamba2,mamba1")  # a backend must serve every use
+            for layers in ("mamba1,mamba2", "mamba2,mamba1")  # a backend must support every use
         ),
         (
             "cuda",
@@ -171,7 +172,7 @@ TRITON = "triton: conv, scan, ssd, norm, loss, mamba1, mamba2; reference: gdn"
     ],
 )
 def test_auto_takes_the_best_that_can_serve(install, device, packages, asked, choice):
-    """What keeps better ones away is said, and nothing of other devices."""
+    """The message explains why better backends can't be used. It does not mention backends of other devices."""
     install(packages)
     assert choice in str(choose("auto", device, **asked))
 
@@ -180,7 +181,7 @@ def test_auto_takes_the_best_that_can_serve(install, device, packages, asked, ch
     "setting, device, asked, choice",
     [
         ("reference", "cpu", {}, "reference: conv, scan, ssd, gdn, attention, norm, loss"),
-        # A mixer runs in one call only if its parts have that backend.
+        # A whole mixer can use a backend only if its parts can use it.
         (
             "scan=reference",
             "cuda",
@@ -296,7 +297,7 @@ def test_names_that_there_are_not_are_refused_with_the_settings(setting, said):
 def test_a_machine_that_can_not_run_triton_is_told_why(
     install, monkeypatch, module, name, value, said
 ):
-    """What would otherwise end the first launch: `max() arg is an empty sequence`, an error of gcc."""
+    """Otherwise the first launch would fail with `max() arg is an empty sequence`, or with an error of gcc."""
     install("triton")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: module is torch.cuda)
@@ -307,8 +308,8 @@ def test_a_machine_that_can_not_run_triton_is_told_why(
 
 
 def test_what_was_measured_goes_before_the_usual_order(install):
-    """A backend that failed is passed over with its reason; a preferred one is tried first; an assumed one needs no
-    package."""
+    """A backend that failed is skipped, and the message has the reason. A preferred backend is tried first, and an
+    assumed one needs no package."""
     uses = operator_uses(ModelConfig(layers="mamba1"), torch.bfloat16)
     install("mamba triton")
     failed = {("scan", "triton"): "it is off"}
@@ -325,7 +326,7 @@ def test_what_was_measured_goes_before_the_usual_order(install):
 
 @needs_c
 def test_a_new_backend_is_a_module_and_a_name(monkeypatch):
-    """A toy backend of the scan is chosen best first, asked what it can do, and called."""
+    """A new backend of the scan is considered first, its limits are checked, and it is called."""
     toy = types.ModuleType("mamba_fsdp.ops.scan.toy")
     toy.why_not = lambda use: "the toy can't separate documents" if use.seq_idx else None
     toy.selective_scan = lambda *inputs: "toy"
@@ -349,7 +350,7 @@ def test_a_new_backend_is_a_module_and_a_name(monkeypatch):
 
 @pytest.mark.parametrize("bounded", [False, True])
 def test_a_mixer_is_a_candidate_if_its_parts_are(install, bounded):
-    """mamba-ssm's scan can't separate documents, and so neither can its Mamba-1."""
+    """The scan of mamba-ssm can't separate documents. Therefore its Mamba-1 can't either."""
     install("mamba")
     uses = operator_uses(ModelConfig(layers="mamba1"), torch.bfloat16, seq_idx=bounded)
     found = [operator for operator, _ in backends.candidates({}, "cuda", uses)]
@@ -358,7 +359,7 @@ def test_a_mixer_is_a_candidate_if_its_parts_are(install, bounded):
 
 @pytest.mark.parametrize("batch_size, is_fused", [(32, True), (64, False)])
 def test_fused_kernels_are_passed_over_if_their_addresses_do_not_reach(batch_size, is_fused):
-    """64 x 4,096 tokens of mamba2-2.7b's input projection have 2.8e9 elements."""
+    """The output of the input projection of mamba2-2.7b has 2.8e9 elements for 64 x 4,096 tokens."""
     settings = resolved(model_name="mamba2-2.7b", batch_size=batch_size, seq_length=4096)
     uses = settings.operator_uses("cuda")
     faster = dict.fromkeys(uses, "fused")
@@ -368,7 +369,8 @@ def test_fused_kernels_are_passed_over_if_their_addresses_do_not_reach(batch_siz
 
 
 def test_a_call_refuses_what_their_addresses_do_not_reach():
-    """By the distance of elements, whatever the size: a slice of a projection is spread over all of it."""
+    """The distance of elements counts, and not their number: the elements of a slice are spread over the whole
+    projection."""
     of_projection = 10_576
     fits, exceeds = (
         torch.empty(1, tokens, of_projection, device="meta")[..., :64]

@@ -1,4 +1,4 @@
-"""The C backends' way from source to loaded library, also where the machine is against it."""
+"""Compiling and loading the C backends, also on machines where this is difficult."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("fresh")
 
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
-    """An empty cache folder, and nothing loaded yet."""
+    """An empty cache folder. No library has been loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cpp.library.cache_clear()
     yield tmp_path
@@ -29,7 +29,7 @@ USES = {operator: [Use(operator, torch.float32, False)] for operator in ("conv",
 
 
 def assert_portable_because(reason):
-    """Where there is no C, auto takes the reference backends and the log's line says why."""
+    """Asserts that `auto` selects the reference backends if C can't be used, and that the log contains the reason."""
     choice = resolve_backends("auto", "cpu", USES)
     assert choice.backends == {"conv": "reference", "scan": "reference"}
     assert str(choice).startswith("reference: conv, scan; conv, scan not cpp: ")
@@ -58,7 +58,7 @@ def test_a_broken_compiler_means_portable_and_says_so(fresh, monkeypatch, body, 
 
 
 def test_each_version_of_a_compiler_has_a_library_of_its_own(fresh, monkeypatch):
-    """Its path is in the message. Machines that share a folder of caches may differ in their compiler."""
+    """The path of the library depends on it. Machines that share a cache folder can have different compilers."""
     compiler = write_program(fresh / "cc", f"#!/bin/sh\n{WRITES_JUNK}\n")
     monkeypatch.setenv("CC", str(compiler))
     reasons = []
@@ -103,8 +103,8 @@ assert len(libraries) <= 1, libraries
 @needs_compiler
 @pytest.mark.slow
 def test_processes_that_start_at_once_compile_one_library(fresh, project):
-    """Processes that all find an empty cache each end with the same whole library and nothing beside it, and none loads
-    a second OpenMP runtime next to PyTorch's, or a CUDA library. A later one finds theirs."""
+    """Processes that start with an empty cache all load the same complete library, and leave no other files. They
+    load neither a second OpenMP runtime next to PyTorch's nor a CUDA library. A later process uses their library."""
     children = [
         subprocess.Popen(
             [sys.executable, "-c", CHILD],
@@ -146,6 +146,7 @@ for device in ("cuda", "cpu"):
 
 
 def test_only_a_process_that_trains_on_its_cpu_is_tuned(project):
-    """Denormal numbers count as 0, and freed memory stays with the process. Beside a GPU, memory goes back to the system."""
+    """Denormal numbers are treated as 0, and freed memory is kept by the process. A process with a GPU returns memory
+    to the system."""
     done = run_program(sys.executable, "-c", TUNED, cwd=project)
     assert done.stdout == "False 196608 False\nTrue 0 True\n", done.stderr

@@ -1,4 +1,4 @@
-"""The chunked output layer and loss against PyTorch's own, in value, gradients and memory."""
+"""Compares the chunked output layer and loss with PyTorch: value, gradients and memory."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def inputs(tokens=23, d_model=6, vocab=11, dtype=torch.float64):
 
 @pytest.mark.parametrize("tokens", [0, 6])
 def test_nothing_counted(tokens):
-    """No counted token: a loss of 0 and gradients of 0, never NaN."""
+    """Without a counted token, loss and gradients are 0, not NaN."""
     hidden, weight, labels = inputs(tokens=tokens)
     loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100))
     loss.backward()
@@ -50,8 +50,8 @@ def definition(hidden, weight, labels, token_weights=1):
 @pytest.mark.parametrize("chunk", [7, 40, 100])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_equals_cross_entropy(dtype, tolerance, chunk, weighted):
-    """Value and gradients are those of float64, also of weights from 0 to 3; a label that is ignored stays so. Nor does
-    it matter whether gradients are wanted."""
+    """Value and gradients equal those in float64, also with weights from 0 to 3 and ignored labels. The value does
+    not depend on whether gradients are computed."""
     hidden, weight, labels = inputs(tokens=40, d_model=8, dtype=dtype)
     leaves = {"hidden": hidden, "weight": weight}
     how = {"labels": labels}
@@ -82,9 +82,9 @@ def test_labels_outside_the_vocabulary_are_refused(label):
     ids=str,
 )
 def test_the_factor_before_the_loss_is_not_rounded(dtype, of_weight, factor):
-    """Half-precision gradients are those of float64 times the factor, whatever of it the dtype could hold.
+    """Half-precision gradients equal those of float64 times the factor, even if the dtype can't represent the factor.
 
-    Their own rounding errs to both sides; measured is what they are too long or too short by as a whole.
+    Rounding errors of elements have both signs. The test measures the error of the length of the whole gradient.
     """
     hidden, weight, labels = inputs(tokens=400, d_model=16, vocab=50, dtype=dtype)
     leaves = {"hidden": 4 * hidden, "weight": (4 * weight).to(of_weight)}

@@ -1,6 +1,6 @@
-"""How the fused backends are called, checked on a CPU: mamba-ssm's own reference functions stand in for its kernels, and
-the layouts and types that the kernels demand are asserted. Runs in processes of their own, with mamba-ssm's Python files
-alone."""
+"""Checks the calls of the fused backends on a CPU. The reference functions of mamba-ssm replace its kernels, and the
+layouts and dtypes that the kernels require are asserted. The tests run in separate processes, with only the Python
+files of mamba-ssm."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""RMSNorm, plain, after a residual sum, and gated, against its definition."""
+"""Compares RMSNorm with its definition: plain, after a residual sum, and gated."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.support.compare import assert_like, double, evaluate
 
 
 def leaves(*names):
-    """Random tensors by name: x like the others of its shape, and a weight."""
+    """Returns random tensors by name: x and others with its shape, and a weight."""
     generator = torch.Generator().manual_seed(0)
     values = {}
     for name in names:
@@ -38,7 +38,8 @@ def test_equals_its_definition(eps, names):
 
 
 def test_residual_stays_float32():
-    """The stream is float32 whatever comes in, and the normed output has the dtype asked for; so do the gradients."""
+    """The residual stream is float32 for any input, and the normed output has the requested dtype. This also holds
+    for gradients."""
     values = {name: value.float() for name, value in leaves("x", "residual", "weight").items()}
     values["x"] = values["x"].bfloat16()
     found = evaluate(add_rms_norm, values, eps=1e-5, out_dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Frequencies of rotary positions, plain and scaled, are those that transformers computes."""
+"""The frequencies of rotary positions, plain and scaled, equal those of transformers."""
 
 import pytest
 import torch
@@ -20,12 +20,15 @@ YARN = {"factor": 4.0, "beta_fast": 8.0, "beta_slow": 1.0, "attention_factor": 1
         ("dynamic", {"factor": 4.0, LONGEST: 16}),
         ("llama3", LLAMA3),
         ("yarn", YARN),
-        ("yarn", YARN | {"beta_fast": 1e4, "beta_slow": 1e-4}),  # beyond the first and last pair
+        (
+            "yarn",
+            YARN | {"beta_fast": 1e4, "beta_slow": 1e-4},
+        ),  # the limits are beyond the first and the last pair
         ("yarn", YARN | {"beta_fast": 101.0, "beta_slow": 101.0}),
     ],
 )
 def test_scaled_frequencies(kind, numbers, length):
-    """For texts up to the original length, and longer ones."""
+    """Tests texts up to the original length and longer ones."""
     rope = {"rope_type": kind, "rope_theta": 100.0, **numbers}
     longest = numbers.get(LONGEST, 64)
     config = LlamaConfig(head_dim=32, max_position_embeddings=longest, rope_parameters=rope)

@@ -1,5 +1,5 @@
-"""Every operator along the sequence beside its definition in float64. That documents change nothing of one another:
-tests/model/test_documents.py."""
+"""Compares every operator along the sequence with its definition in float64. tests/model/test_documents.py checks
+that documents do not influence each other."""
 
 import sys
 import types
@@ -36,7 +36,7 @@ def convolution(x, weight, bias, seq_idx=None):
 
 
 def weighted_recurrence(x, decay, weight, B, C, initial_state, seq_idx=None):
-    """As Mamba-3 has it: that of Mamba-2, x times the quotient of both."""
+    """Computes the recurrence of Mamba-3 with the one of Mamba-2: x is multiplied by the quotient of weight and step."""
     zeros = decay.new_zeros(decay.shape[2])
     dt = torch.log(torch.expm1(decay))
     scaled = x * (weight / decay).unsqueeze(3)
@@ -88,7 +88,7 @@ each_form = pytest.mark.parametrize("operator, backend", FORMS + IN_C)
 
 
 def draw(operator, dtype=torch.float64, **sizes):
-    """Inputs by name. Parameters, states, and what decays are made of keep at least fp32."""
+    """Returns inputs by name. Parameters, states and the inputs of decays have at least fp32."""
     sizes = SIZES | sizes
     generator = torch.Generator().manual_seed(0)
     values = {}
@@ -117,8 +117,8 @@ def compare(operator, backend, values, most, **how):
     [(1, 1, 4), (3, 2, 9), (15, 4, 1), (16, 2, 2), (17, 2, 4), (64, 1, 2), (65, 4, 9), (150, 2, 4)],
 )
 def test_equals_its_definition(operator, backend, kind, t, g, w, monkeypatch):
-    """Outputs, last state and every gradient, at the edges of chunks, documents or none, for any groups and width. A
-    deterministic run has no cumsum, which a GPU refuses."""
+    """Compares outputs, the last state and all gradients, at the edges of chunks, with and without documents, for
+    several groups and widths. Deterministic mode must not use cumsum, because torch raises an error for it on a GPU."""
     if kind == "deterministic":
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     seq_idx = random_documents(2, t) if kind == "documents" else None
@@ -127,7 +127,8 @@ def test_equals_its_definition(operator, backend, kind, t, g, w, monkeypatch):
 
 @each_form
 def test_half_precision_is_as_exact_as_its_storage(operator, backend):
-    """Inner arithmetic is float32, so bf16 costs the rounding of outputs and their gradients, some more in sums."""
+    """The inner arithmetic is float32, so that errors in bf16 come from rounding outputs and gradients. Sums have
+    slightly larger errors."""
     values = draw(operator, torch.bfloat16, t=300, c=20)
     found = compare(operator, backend, values, 2.0**-7, seq_idx=random_documents(2, 300))
     assert found["output 0"].dtype == torch.bfloat16
@@ -147,7 +148,7 @@ def test_half_precision_is_as_exact_as_its_storage(operator, backend):
     ],
 )
 def test_extreme_decays(operator, name, factor, shift):
-    """From states that stay to states that are forgotten at once: right in float32, and every gradient finite."""
+    """Decays between 1 and 0 give correct results in float32 and finite gradients."""
     values = draw(operator, torch.float32, t=300)
     values[name] = values[name] * factor + shift
     for name, backend in FORMS + IN_C:
@@ -174,7 +175,7 @@ def test_slices_are_taken_as_they_lie(operator, backend, layout):
 
 @each_form
 def test_nan_is_not_hidden(operator, backend):
-    """A NaN anywhere reaches an output, so that the step's check can see it."""
+    """A NaN in any input reaches an output, so that the check of the step finds it."""
     for name in draw(operator):
         values = draw(operator)
         values[name].view(-1)[0] = float("nan")
@@ -198,7 +199,8 @@ def test_results_in_c_do_not_depend_on_threads(operator, backend):
 
 @each_form
 def test_memory_is_linear_without_states(operator, backend):
-    """No tensor of length x states exists, which would be over 12 times the inputs, nor is as much kept."""
+    """There is no tensor with a state per position, which would be more than 12 times as large as the inputs, and
+    less memory than that is saved."""
     values = draw(operator, torch.float32, t=1024, c=64, n=64, h=4, p=16)
     for value in values.values():
         value.requires_grad_()
@@ -233,7 +235,8 @@ def test_a_part_from_zeros_and_the_output_of_the_state_before_it_are_the_whole()
 
 @pytest.mark.parametrize("bounded", [False, True])
 def test_the_call_of_flash_linear_attention(monkeypatch, bounded):
-    """Documents come in one row with their bounds, and have no states; a stand-in with its arguments answers."""
+    """Documents are passed in one row with their boundaries, and without states. A function with the same arguments
+    replaces the library."""
 
     def chunk_gated_delta_rule(
         q, k, v, g, beta, *, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
