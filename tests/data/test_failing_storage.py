@@ -134,7 +134,7 @@ def test_token_files_that_become_shorter_are_refused(folder, prepare, monkeypatc
     documents = reader_of(file.kind)(file, options)
     assert next(documents).content.tolist() == ids[:100].tolist()
     os.truncate(path, 20_000)
-    with pytest.raises(ValueError, match="it became shorter while it was read"):
+    with pytest.raises(ValueError, match="the file became shorter while it was read"):
         list(documents)
 
 
