@@ -295,10 +295,10 @@ def _batch(
             # Do not count the tokens that earlier windows have already predicted.
             labels[row, : data.seq_length - stride] = IGNORED_LABEL
         if data.reset_at_documents:
-            seq_idx[row, :length] = np.cumsum(_starts(content.positions)[:-1])
+            seq_idx[row, :length] = np.cumsum(_document_starts(content.positions)[:-1])
         if data.position_weighting:
             place_in_window = np.arange(length + 1)
-            starts = np.where(_starts(content.positions), place_in_window, 0)
+            starts = np.where(_document_starts(content.positions), place_in_window, 0)
             before = place_in_window - np.maximum.accumulate(starts)
             weights[row, :length] = np.tanh(before[1:] / data.position_window)
             labels[row, weights[row] == 0] = IGNORED_LABEL
@@ -311,7 +311,7 @@ def _batch(
     return batch
 
 
-def _starts(positions: np.ndarray) -> np.ndarray:
+def _document_starts(positions: np.ndarray) -> np.ndarray:
     """Returns whether a document starts at each position of a window, as a bool array (n,). It is False for the first
     position, because it makes no difference whether the first document began before the window."""
     return np.append(False, positions[1:] == 0)

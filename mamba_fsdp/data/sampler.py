@@ -145,7 +145,7 @@ class Sampler:
                 )
 
 
-def seen(position: dict) -> dict[str, dict]:
+def progress_by_source(position: dict) -> dict[str, dict]:
     """Returns the numbers of tokens and epochs of each source that the run has read. position: a result of
     `Sampler.state_after`."""
     drawn = position["drawn"]
@@ -179,7 +179,7 @@ def permuted_window(
 
     position, windows, key: arrays of the same length, with the position, the number of windows of the source, and the key
     (uint64) that chooses the permutation. Blocks of block_windows windows are permuted, then the windows within each group of
-    GROUP_BLOCKS blocks. The last block can reach beyond the last window; `_walk` corrects this."""
+    GROUP_BLOCKS blocks. The last block can reach beyond the last window; `_cycle_walk` corrects this."""
 
     def permuted(position: np.ndarray, windows: np.ndarray, key: np.ndarray) -> np.ndarray:
         block = np.minimum(block_windows, windows)
@@ -191,13 +191,13 @@ def permuted_window(
         shuffled = first_block * block + within
         return permute(shuffled // block, blocks, key) * block + shuffled % block
 
-    return _walk(permuted, position, windows, key)
+    return _cycle_walk(permuted, position, windows, key)
 
 
 def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Applies the permutation of range(size) that `key` chooses to each element of `x`. All arrays have the shape (n,); x and
     size are int64, key is uint64."""
-    return _walk(_feistel, x, size, key)
+    return _cycle_walk(_feistel, x, size, key)
 
 
 def _feistel(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -211,7 +211,7 @@ def _feistel(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     return left * base + right
 
 
-def _walk(
+def _cycle_walk(
     permuted: Callable[..., np.ndarray], x: np.ndarray, size: np.ndarray, key: np.ndarray
 ) -> np.ndarray:
     """Applies a permutation of range(size) to `x`. It is made from `permuted`, a permutation of a slightly larger range, by

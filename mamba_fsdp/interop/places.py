@@ -39,7 +39,7 @@ def find_origin(config: CheckpointConfig) -> Origin:
     if list_committed(Path(config.save_ckpt_path, CHECKPOINTS)):
         return Origin("save_ckpt_path", config.save_ckpt_path, is_checkpoint=True)
     if config.init_from:
-        check_place(config.init_from)
+        check_model_path(config.init_from)
         return Origin("init_from", config.init_from)
     if not config.load_ckpt_path or config.loads_own_folder():
         return Origin()
@@ -54,7 +54,7 @@ def find_origin(config: CheckpointConfig) -> Origin:
     return Origin("load_ckpt_path", str(path), is_checkpoint=not config.loads_weights_file())
 
 
-def check_place(source: str | Path) -> None:
+def check_model_path(source: str | Path) -> None:
     """Raises UserError if the path `source` is not a model."""
     path = Path(source)
     place = classify_path(path)

@@ -44,7 +44,7 @@ from mamba_fsdp.interop.architectures import (
 )
 from mamba_fsdp.interop.fields import Fields
 from mamba_fsdp.interop.fms_files import FMS_EMBEDDINGS, FmsTensors
-from mamba_fsdp.interop.places import check_place, refuse_dcp
+from mamba_fsdp.interop.places import check_model_path, refuse_dcp
 from mamba_fsdp.interop.pth_files import PthTensors
 from mamba_fsdp.interop.safetensors_files import INDEX, SINGLE, SafetensorsTensors
 from mamba_fsdp.interop.silent_attention import without_silent_attention
@@ -224,7 +224,7 @@ def find_weights(source: str | Path, model: ModelConfig | None = None) -> Weight
     source: the path of the model, see the top of this file. model: the model in a file without config.json. Raises UserError
     if the path is not a model, or if this program can't represent the model.
     """
-    check_place(source)
+    check_model_path(source)
     path = Path(source)
     if is_file(path):
         return _find_file(path, model)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from mamba_fsdp.data.sampler import seen
+from mamba_fsdp.data.sampler import progress_by_source
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.model.spec import flops_per_token
 from mamba_fsdp.planning.devices import device_peak
@@ -134,7 +134,7 @@ class MetricsLogger(contextlib.ExitStack):
             entry["memory_gb"] = round(peak_memory_bytes(world.device) / 1e9, 3)
             entry["data_wait_seconds"] = round(self.clock.data_wait, 6)
             entry["checkpoint_stall_seconds"] = round(self.context.checkpointer.stall_seconds(), 6)
-            self._write(entry | seen(self.context.loader.state_before(state.step)))
+            self._write(entry | progress_by_source(self.context.loader.state_before(state.step)))
             self.clock.next_interval(state.step)
         total = schedule.total_steps
         row = (

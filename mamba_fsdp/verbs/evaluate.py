@@ -38,7 +38,7 @@ from mamba_fsdp.importing.kinds import (
     unexpected_path_error,
 )
 from mamba_fsdp.inference.evaluate import EvaluationConfig, measure
-from mamba_fsdp.interop.places import check_place
+from mamba_fsdp.interop.places import check_model_path
 from mamba_fsdp.reporting.console import Console, format_json, print_field
 from mamba_fsdp.run.names import CHECKPOINTS, STATUS, TASK_RESULTS
 from mamba_fsdp.storage.retry import exists, is_folder, write_for_user
@@ -88,7 +88,7 @@ class CommandConfig(EvaluationConfig):
 
 def main(model: str, data: str = "", *, options: CommandConfig) -> None:
     if not options.follow:
-        check_place(model)
+        check_model_path(model)
     if bool(data) == bool(options.tasks):
         raise UserError("evaluate: give either DATA or --tasks=NAME,...")
     # Importing torch takes seconds; mistakes in the arguments are reported before.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mamba_fsdp.fields import setting
-from mamba_fsdp.interop.places import check_place
+from mamba_fsdp.interop.places import check_model_path
 
 
 @dataclass
@@ -43,7 +43,7 @@ def export(model: str | Path, out: str | Path, options: ExportConfig) -> Path:
 
     model: the path of a run, a checkpoint, a .pth file, or a transformers or state-spaces folder. Raises UserError if the
     model can't be read or has no representation in the format; then nothing is written."""
-    check_place(model)
+    check_model_path(model)
     from mamba_fsdp.interop.convert import write_model
 
     return write_model(model, out, **vars(options))

@@ -10,14 +10,14 @@ import sys
 import time
 
 from mamba_fsdp.inference.generate import GenerationConfig, check_valid, generate
-from mamba_fsdp.interop.places import check_place
+from mamba_fsdp.interop.places import check_model_path
 from mamba_fsdp.reporting.console import escape_for
 from mamba_fsdp.text import format_count
 
 
 def main(model: str, options: GenerationConfig) -> None:
     check_valid(options.prompt)
-    check_place(model)
+    check_model_path(model)
     from mamba_fsdp.inference.loading import load
 
     loaded = load(model, model_name=options.model_name)

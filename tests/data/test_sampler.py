@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_fsdp.data import sampler as order_module
-from mamba_fsdp.data.sampler import Sampler, seen
+from mamba_fsdp.data.sampler import Sampler, progress_by_source
 from mamba_fsdp.errors import UserError
 
 
@@ -110,7 +110,7 @@ def test_a_position_is_reported_in_tokens_and_epochs():
     """An epoch of a run has the windows of all sources that it draws from."""
     order = Sampler(with_windows(40, 20, 10), {"s0": 1, "s1": 1, "s2": 0}, 8, 0)
     assert order.epoch_windows == 60
-    told = seen(order.state_after(60))
+    told = progress_by_source(order.state_after(60))
     assert told["source_tokens"] == {"s0": 240, "s1": 240, "s2": 0}
     assert told["source_epochs"] == {"s0": 0.75, "s1": 1.5, "s2": 0.0}
 
