@@ -160,7 +160,7 @@ def tensor_b(shape=(7,), dtype="F32", ranges=1):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"files": []}, "a piece is in no file"),
+        ({"files": []}, "a piece is in a file that is not"),
         ({"tensors": tensor_b(dtype="I8")}, "model/b has an unknown dtype or unknown ranges"),
         ({"tensors": tensor_b(ranges=2)}, "model/b has an unknown dtype or unknown ranges"),
         ({"tensors": tensor_b(shape=[0])}, "the pieces of model/b do not cover the whole tensor"),
