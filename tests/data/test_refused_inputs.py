@@ -117,7 +117,7 @@ MISTAKES = {  # arguments of the command: part of the message
     f"page.jsonl out {IDS} --format=ids --dtype=uint8": "it is an HTML or XML page",
     f"llm_c.bin out {IDS}": "llm_c.bin: a file of tokens of llm.c, or an index file of Megatron, not text",
     f"cut.npy out {IDS}": "the file is truncated, or not a plain array",
-    f"floats.npy out {IDS}": "it is an array of float64 of the shape (1,)",
+    f"floats.npy out {IDS}": "it is an array of float64 with the shape (1,)",
     f"rows.npy out {IDS}": "it is an array of int32 with the shape (1000000000, 0)",
     "chunks out": "chunks: a dataset of MosaicML (MDS) or litdata, not",
     "pdf.txt out": "pdf.txt: a PDF, RTF, Office, SQLite, HDF5 or pickle file, not text or token ids to import; see",
