@@ -1,4 +1,4 @@
-"""benchmarks.gpu: a part that hangs or fails does not affect other parts. tests/nullgpu runs every part."""
+"""Tests the command benchmarks.gpu on a machine without a GPU. tests/nullgpu runs every part of it."""
 
 import os
 
@@ -26,7 +26,8 @@ def test_each_part_has_its_own_end(tmp_path, monkeypatch):
 
 
 def test_a_machine_without_the_tools_does_the_rest(tmp_path, monkeypatch):
-    """There is neither ncu nor git. A call writes only logs and a summary."""
+    """Without ncu, compute-sanitizer and git, benchmarks.gpu lists the missing tools in its summary, which also
+    contains the tables of its parts. No other file remains."""
     monkeypatch.setattr(everything.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(everything.torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(everything.torch.version, "cuda", "13.0")
@@ -36,14 +37,14 @@ def test_a_machine_without_the_tools_does_the_rest(tmp_path, monkeypatch):
     (tmp_path / "out/sanitizer.md").write_text("| a row |\n")
     assert everything.main() == 1
     (summary,) = (tmp_path / "out").iterdir()
-    said = summary.read_text()
-    assert said.startswith("a GPU; torch") and "commit not known here" in said
-    assert "## ncu: there is no ncu\n" in said
-    assert "## sanitizer: there is no compute-sanitizer\n\n| a row |\n" in said
+    text = summary.read_text()
+    assert text.startswith("a GPU; torch") and "commit not known here" in text
+    assert "## ncu: there is no ncu\n" in text
+    assert "## sanitizer: there is no compute-sanitizer\n\n| a row |\n" in text
 
 
 def test_a_tool_finds_the_kernels_compiled(tmp_path, monkeypatch):
-    """The part runs once without the tool before it runs under the tool."""
+    """A part runs once without its tool before it runs under the tool."""
     tool = tmp_path / "compute-sanitizer"
     tool.write_text('#!/bin/sh\ntest -s "$OUT/sanitizer.log" && echo under the tool\n')
     tool.chmod(0o755)
@@ -56,7 +57,7 @@ def test_a_tool_finds_the_kernels_compiled(tmp_path, monkeypatch):
 
 
 def test_sensors_are_read_beside_the_block(tmp_path, monkeypatch):
-    """The medians are taken over the last seconds. Without nvidia-smi, there are none."""
+    """Sensors.medians uses only the last seconds of the block. Without nvidia-smi, it returns an empty text."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with Sensors() as nothing:
         pass
@@ -73,7 +74,8 @@ def test_sensors_are_read_beside_the_block(tmp_path, monkeypatch):
 
 
 def test_a_candidate_replaces_what_it_names():
-    """It replaces constants and entries of tables while it is measured, and selects backends."""
+    """A candidate changes constants and table entries only inside the block, and its backends become the setting
+    `kernels`."""
     before = ssd.SWEEP
     settings = TrainConfig(ModelConfig(layers="mamba2"))
     text = "ssd.triton.SWEEP.P=16 scan.triton.CHUNK=32 norm=reference"
@@ -92,7 +94,8 @@ def test_the_candidates_name_what_there_is(name):
 
 
 def test_each_call_ends_within_nine_minutes():
-    """The time is the sum of the limits of its parts plus half a minute. Each part belongs to a call."""
+    """The limits of the parts of each call leave half a minute of the nine minutes. Each part belongs to exactly one
+    call."""
     parts = [name for names in everything.CALLS.values() for name in names]
     assert sorted(parts) == sorted(everything.LIMITS)
     for names in everything.CALLS.values():

@@ -1,4 +1,4 @@
-"""On a GPU: every available backend passes the checks at the start of a run."""
+"""Tests, on a GPU, that the check at the start of a run accepts every available backend."""
 
 import pytest
 import torch
@@ -23,7 +23,8 @@ CONFIGS = {
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_all_that_is_there_is_right(kind, bounded, precision):
-    """Checks single operators and whole mixers: layouts, norm groups, document boundaries, and all gradients."""
+    """No candidate of KernelSelector is rejected, for single operators and for whole mixers, with and without document
+    boundaries."""
     if precision == "fp32" and kind != "mamba1":
         pytest.skip("mamba-ssm's products in TF32 are skipped")
     settings = TrainConfig(CONFIGS[kind])

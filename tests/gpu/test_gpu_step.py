@@ -1,4 +1,4 @@
-"""On a GPU: no operation of a step makes the host wait for the device."""
+"""Tests, on a GPU, that no operation of a training step makes the host wait for the device."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", ["none", "fsdp"])
 def test_steps_are_dispatched_without_a_wait(tmp_path, monkeypatch, strategy, precision):
-    """The first step is an exception, because it compiles kernels and creates the moments. The loss of step 4 is not
-    finite: the step is skipped and counted, also without a wait."""
+    """Only the first step of a run can wait, because it compiles kernels and creates the moments. Step 4 has a loss
+    that is not finite; it is skipped and counted without a wait, too."""
     under_way = []
     take_step = loop.take_step
     true_loss = loop.batch_loss

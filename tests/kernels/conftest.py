@@ -1,6 +1,8 @@
-"""Tests of Triton kernels on a CPU. tests/run.sh runs them in a separate call of pytest, because TRITON_INTERPRET=1
-and the path of a Triton (benchmarks/kernels/install.py) must be set before Triton is imported. Otherwise they are not
-collected."""
+"""Fixtures for tests of Triton kernels on a CPU.
+
+The tests need TRITON_INTERPRET=1 and a Triton on the path (benchmarks/kernels/install.py) before anything imports
+Triton. tests/run.sh runs them so in a second call of pytest. Without these conditions, they are not collected.
+"""
 
 import os
 from importlib import util
@@ -14,14 +16,15 @@ if not HAS_INTERPRETER:
 
 
 def pytest_collection_modifyitems(items):
-    """Marks all tests as slow: the interpreter makes a Python call for each operation of a kernel."""
+    """Marks all tests of this folder as slow, because the interpreter makes a Python call for each operation of a
+    kernel."""
     for item in items:
         if "tests/kernels/" in item.path.as_posix():
             item.add_marker(pytest.mark.slow)
 
 
 def memory_of(tensor):
-    """Returns the range of addresses from the first element of a tensor to the end of the last one."""
+    """Returns the range of addresses from a tensor's first element to the end of its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     length = last + 1 if tensor.numel() else 0
     return range(tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size())
@@ -29,8 +32,8 @@ def memory_of(tensor):
 
 @pytest.fixture(autouse=True)
 def launches_are_checked(monkeypatch):
-    """Makes two errors fail that the interpreter ignores: an access outside of the tensors of a launch, and an
-    unknown argument of a kernel."""
+    """Makes the interpreter reject what would fail on a GPU: an access outside of the launch's tensors, and an argument
+    that the kernel does not have."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     memories = []

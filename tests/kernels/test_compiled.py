@@ -1,9 +1,8 @@
-"""Every kernel that a layer launches can be compiled for several GPUs, within limits for the cost of its code. No GPU
-is needed.
+"""Compiles every kernel that a layer launches for GPUs that this machine does not have, and checks bounds on the
+resources that its code uses.
 
 By default, each launch is compiled for one of six pairs of Triton and architecture. KERNEL_GATES=all tests/run.sh
-tests/kernels/test_compiled.py compiles all launches for all pairs. The compiled code is kept in a cache next to
-Triton.
+tests/kernels/test_compiled.py compiles all launches for all pairs. Triton keeps compiled kernels in its own folder.
 """
 
 import json
@@ -23,13 +22,13 @@ PARTS = len(PAIRS)
 if os.environ.get("KERNEL_GATES") == "all":
     PAIRS = [(version, cc) for version, ccs in TRITONS.items() for cc in ccs]
     PARTS = 1
-# {compute capability: KiB of shared memory per block} (NVIDIA's CUDA programming guide).
+# {compute capability: KiB of shared memory that a block can use}. Source: NVIDIA's CUDA programming guide.
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
 class Bounds(NamedTuple):
-    instructions: float  # instructions of a thread per element
-    spills: int = 0  # instructions of innermost loops that read or write the stack
+    instructions: float  # per element, as counted by benchmarks.kernels.compiler
+    spills: int = 0  # instructions in the innermost loops that read or write the stack
     stack: int = 0  # bytes
 
 
@@ -38,30 +37,31 @@ BOUNDS = {
     "conv walk back": Bounds(47),
     "loss cross_entropy": Bounds(26),
     "norm norm": Bounds(34),
-    "norm norm_back": Bounds(41.5, spills=8, stack=24),  # spills only on sm_120
+    "norm norm_back": Bounds(41.5, spills=8, stack=24),  # only sm_120 spills
     "scan sweep": Bounds(17, stack=32),
     "scan sweep local": Bounds(11),
-    # Values that are needed for the next tile are on the stack while a chunk is processed.
+    # The stack contains the values that pass from tile to tile, while the loop goes through a chunk.
     "scan backward": Bounds(47, spills=80, stack=700),
     "ssd add_up": Bounds(2.6),
     "ssd sweep": Bounds(149, spills=16, stack=64),
-    "ssd sweep on sm_90": Bounds(92, spills=8, stack=32),  # 67 on Triton 3
+    "ssd sweep on sm_90": Bounds(92, spills=8, stack=32),  # Triton 3 needs only 67
     "ssd sweep local": Bounds(43),
     "ssd sweep local on sm_90": Bounds(22),
     "ssd near": Bounds(48, stack=64),
     "ssd far": Bounds(112, spills=20, stack=96),
     "ssd finish": Bounds(14),
 }
-# Numbers of states for the scan on sm_90: the largest that Triton 2.2 can compile, and 128, which few models have.
+# {(Triton, d_state): bounds of the scan on sm_90}. Triton 2.2 can't compile more than 64 states, and few models have 128.
 MANY_STATES = {
     ("2.2.0", 64): Bounds(52, spills=180, stack=640),
     ("3.6.0", 128): Bounds(115, spills=1000, stack=2400),
 }
-VARIANTS = {"reverse", "cut", "documents"}  # variants that do not have their own bounds
+# Words in a launch's title that do not change its bounds.
+VARIANTS = {"reverse", "cut", "documents"}
 
 
 def complaints(made):
-    """Returns a message for each limit that the code of a launch exceeds."""
+    """Returns a text for each bound that a compiled launch exceeds."""
     if made.error:
         return [made.error]
     title = " ".join(word for word in made.title.split() if word not in VARIANTS)
@@ -83,7 +83,7 @@ def test_every_kernel_keeps_its_bounds(version, cc):
         pytest.skip(str(why))
     made = list(compile_part(folder, cc, PAIRS.index((version, cc)) % PARTS, PARTS))
     assert made
-    assert [f"{one.title}: {said}" for one in made for said in complaints(one)] == []
+    assert [f"{one.title}: {text}" for one in made for text in complaints(one)] == []
 
 
 @pytest.mark.parametrize("version, d_state", MANY_STATES)
@@ -107,8 +107,8 @@ def test_scans_of_many_states_compile(version, d_state, project):
 
 
 def test_no_loop_of_a_kernel_loses_a_variable(project):
-    """This is an error of Triton 3's front end, see tests/support/carries.py. Because of it, the convolution in
-    float32 once lost its fourth tap."""
+    """Triton 3's front end carries every variable that a loop of our kernels changes (tests/support/carries.py). It
+    once did not carry the fourth tap of the convolution in float32."""
     try:
         folder = triton_folder("3.6.0")
     except OSError as why:

@@ -1,5 +1,5 @@
-"""Compares the kernels of the convolution with the reference backend in float64: widths, documents, odd sizes,
-slices, bf16."""
+"""Compares the Triton kernels of the convolution with the reference backend in float64: widths, documents, odd sizes,
+bf16."""
 
 from dataclasses import fields
 from functools import partial
@@ -14,9 +14,8 @@ from tests.ops.test_sequence_operators import draw
 from tests.support.compare import assert_like_reference
 
 WIDTHS = {field.name: field for field in fields(ModelConfig)}["d_conv"].metadata["bounds"].limits
-DOCUMENTS = torch.tensor(
-    [[0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 4, 5, 6], [3] * 8 + [4] * 5]
-)  # documents that end before, at, and after position 8
+# Documents end before, at and after position 8, where a block of rows ends.
+DOCUMENTS = torch.tensor([[0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 4, 5, 6], [3] * 8 + [4] * 5])
 
 
 reference, kernels = (partial(causal_conv_silu, backend=name) for name in ("reference", "triton"))
@@ -28,14 +27,15 @@ def leaves(batch=2, length=13, channels=5, width=4, dtype=torch.float32):
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """Block sizes so small that several programs share a sequence."""
+    """Makes the blocks so small that a short sequence needs several programs."""
     for table in backend.FORWARD, backend.BACKWARD:
         monkeypatch.setitem(table, (8, 0), {"ROWS": 8, "CHANNELS": 16, "num_warps": 1})
 
 
 @pytest.mark.parametrize("width", range(WIDTHS["at_least"], WIDTHS["at_most"] + 1))
 def test_documents_and_widths(width):
-    """The widest convolution has two blocks of channels, the others two rows in a batch."""
+    """Every width of the kernel that ModelConfig allows is right across documents. The widest one is tested with two
+    blocks of channels, the others with two rows of a batch."""
     values = leaves(width=width)
     documents = DOCUMENTS
     if width == WIDTHS["at_most"]:

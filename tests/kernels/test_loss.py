@@ -1,5 +1,5 @@
-"""Compares the kernel of the loss with the reference backend in float64: odd vocabularies, weights, ignored labels,
-bf16."""
+"""Compares the Triton kernel of the loss with the reference backend: odd vocabularies, weights, ignored labels, bf16,
+fp16."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ kernels, reference = (
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """Blocks that are smaller than the small vocabulary."""
+    """Makes the blocks so small that a small vocabulary needs several."""
     monkeypatch.setattr(backend, "BLOCK", 64)
 
 
@@ -37,7 +37,8 @@ def labels_of(vocab):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("vocab", [5, 64, 130, 200])
 def test_value_and_gradients(vocab, weighted):
-    """There are three chunks of tokens. Without gradients, the value has the same bits."""
+    """Loss and gradients are right if the tokens are computed in three chunks. Without gradients, the loss is bitwise
+    the same."""
     how = {"labels": labels_of(vocab), "chunk": 5}
     if weighted:
         how["token_weights"] = torch.arange(12.0) / 4
@@ -48,7 +49,8 @@ def test_value_and_gradients(vocab, weighted):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype):
-    """The gradient of hidden is summed from gradients of the logits in half precision. Two runs give the same bits."""
+    """In half precision, the relative errors of the loss and of all gradients are at most twice the dtype's eps, and
+    two runs give the same bits."""
     most = {
         "output 0": 2 * torch.finfo(dtype).eps,
         "gradient of weight": 2 * torch.finfo(dtype).eps,
@@ -59,7 +61,7 @@ def test_half_precision(dtype):
 
 
 def test_rows_of_huge_and_of_broken_logits():
-    """Huge logits give a finite loss. NaN logits and labels outside of the vocabulary give a loss of NaN, except for
+    """Huge logits give a finite loss. NaN logits, and labels outside the vocabulary, make the loss NaN, except for
     ignored tokens."""
     given = leaves(130)
     labels = labels_of(130)

@@ -1,5 +1,5 @@
-"""Compares the kernels of the norms with the reference backend in float64: odd rows, groups, both orders of norm and
-gate, slices, bf16."""
+"""Compares the Triton kernels of the norms with the reference backend in float64: odd sizes, groups, both orders of
+norm and gate, slices, bf16."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from tests.support.compare import assert_like_reference, equal, evaluate
 
 @pytest.fixture(autouse=True)
 def blocks(monkeypatch):
-    """Programs have few rows, so that several programs contribute to the gradient of a weight."""
+    """Makes the blocks so small that several programs contribute to the gradient of a weight."""
     monkeypatch.setattr(backend, "ROWS", 4)
 
 
@@ -42,7 +42,7 @@ def test_norm_of_a_sum(shape, has_residual):
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_gated_norm_by_groups(groups, norm_first):
-    """z is a slice of a projection."""
+    """The gated norm is right in both orders of norm and gate, for a gate that is a slice of a projection."""
     channels = 11 * groups
     z = randn(2, 5, channels + 5)[..., 3 : 3 + channels]
     leaves = dict(x=randn(2, 5, channels), z=z, weight=randn(channels))
@@ -51,7 +51,7 @@ def test_gated_norm_by_groups(groups, norm_first):
 
 
 def test_bf16_with_a_weight_in_fp32():
-    """The residual stream remains in fp32. Two runs give the same bits."""
+    """With x in bf16, the residual stream and its gradient stay in fp32, and two runs give the same bits."""
     x = randn(1, 6, 9, dtype=torch.bfloat16)
     leaves = dict(x=x, residual=randn(1, 6, 9), weight=randn(9))
     kernels, reference = both(add_norm)
@@ -63,7 +63,7 @@ def test_bf16_with_a_weight_in_fp32():
 
 
 def test_a_sum_or_a_norm_that_nothing_reads():
-    """The sum of the last norm of a model is not used."""
+    """The gradients are right if only the norm or only the sum is used. The sum of a model's last norm is not used."""
     leaves = dict(x=randn(1, 6, 9), residual=randn(1, 6, 9), weight=randn(9))
 
     def normed(backend, **leaves):

@@ -1,5 +1,4 @@
-"""Compares the Triton kernels of the selective scan with the reference backend in float64, and checks their
-registration as a torch operator."""
+"""Compares the Triton kernels of the selective scan with the reference backend in float64."""
 
 from functools import partial
 
@@ -18,15 +17,14 @@ scan, reference = (
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Each row is one segment with several chunks."""
+    """Makes each row a single segment of several chunks."""
     torch.manual_seed(0)
     monkeypatch.setattr(backend, "CHUNK", 8)
     monkeypatch.setattr(backend, "FILL", 1)
 
 
 def inputs(batch, length, channels, states, dtype=torch.float32, without=()):
-    """Returns the inputs of a scan. u and z, and B and C, are slices of one tensor, like the outputs of the model's
-    projections."""
+    """Returns the inputs of a scan. As in a model, u and z are slices of one tensor, and B and C of another."""
     xz = torch.randn(batch, length, 2 * channels).to(dtype)
     x_dbl = torch.randn(batch, length, 3 + 2 * states).to(dtype)
     u, z = xz.chunk(2, dim=-1)
@@ -75,7 +73,8 @@ def test_bf16_in_and_out():
 
 
 def test_states_clear_at_a_start_however_slow_the_decay():
-    """The first document has only steps of size 0. The initial state has no effect on the second one."""
+    """The state is cleared at the start of a document even if all steps have size 0, with which it would never
+    decay."""
     leaves = inputs(1, 9, 2, 2)
     leaves |= dict(
         seq_idx=torch.tensor([[0] * 5 + [1] * 4]),
@@ -91,8 +90,8 @@ def test_states_clear_at_a_start_however_slow_the_decay():
 
 
 def test_rows_that_lie_far_apart(monkeypatch):
-    """Reads and writes elements at offsets beyond 2**31, as in the gate of a long sequence."""
-    monkeypatch.setattr(backend, "FILL", 3)  # makes several segments, with states from LOCAL sweeps
+    """The kernels address tensors beyond 2**31 elements correctly, such as the gate of a long sequence."""
+    monkeypatch.setattr(backend, "FILL", 3)  # three segments, so that the LOCAL sweeps run, too
     length, row = 20, 1 << 27
     near = torch.randn(1, length, 19).bfloat16()
     far = torch.empty(length * row, dtype=near.dtype).as_strided(near.shape, (0, row, 1))

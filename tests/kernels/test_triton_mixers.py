@@ -1,5 +1,5 @@
-"""Compares whole mixers of Triton kernels with the reference operators in float64, and measures the memory for the
-backward pass."""
+"""Compares whole mixers of Triton kernels with the reference backend in float64, and measures the tensors that they
+keep for the backward pass."""
 
 from functools import partial
 
@@ -25,15 +25,13 @@ SIZES = {
     "mamba2": dict(d_model=12, d_state=3, headdim=12, ngroups=2, d_conv=3),
 }
 KINDS = pytest.mark.parametrize("kind", SIZES)
-LENGTHS = {
-    "mamba1": 9,
-    "mamba2": 34,
-}  # with the blocks below: slightly more than a chunk of the scan, or than a pair of chunks of SSD
+# With the blocks below, one position more than a chunk of the scan, and two more than two chunks of SSD.
+LENGTHS = {"mamba1": 9, "mamba2": 34}
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks are small, because the interpreter takes as long for masked rows as for others."""
+    """Makes the blocks small, because the interpreter also spends time on rows of a block that do not exist."""
     for table in (conv_triton.FORWARD, conv_triton.BACKWARD):
         monkeypatch.setitem(table, (8, 0), {"ROWS": 18, "CHANNELS": 32, "num_warps": 1})
     monkeypatch.setattr(scan_triton, "CHUNK", 8)
@@ -46,7 +44,8 @@ def build(kind, backends=WHOLES, **sizes):
 
 
 def mixer(kind, backends=WHOLES):
-    """Returns (a function of x and the parameters, {name: x and parameters with large values})."""
+    """Returns (a function of x, seq_idx and the parameters; {name: value} of x and the parameters). It applies the
+    mixer twice."""
     layer = build(kind, backends)
     generator = torch.Generator().manual_seed(5)
     values = {"x": torch.randn(1, LENGTHS[kind], layer.config.d_model, generator=generator)}
@@ -61,7 +60,7 @@ def mixer(kind, backends=WHOLES):
         return torch.func.functional_call(layer, named, (x, seq_idx))
 
     def run_twice(x, seq_idx, **parameters):
-        """The first call is recomputed in the backward pass."""
+        """Applies the mixer twice. The first application is recomputed in the backward pass."""
         again = partial(run, seq_idx=seq_idx, **parameters)
         x = checkpoint(again, x, use_reentrant=False, preserve_rng_state=False)
         return run(x, seq_idx, **parameters)
@@ -75,14 +74,16 @@ def seq_idx(length, batch=1):
 
 @KINDS
 def test_equals_float64(kind):
-    """Compares results and all gradients in fp32, with odd sizes and several chunks. Gradients are summed if a mixer
-    is used twice and activations are recomputed. Meta tensors give the same shapes and dtypes."""
+    """In fp32, output and all gradients agree with float64, also if a mixer is used twice and activations are
+    recomputed. Fake tensors give the same shapes and dtypes."""
     run, values = mixer(kind)
     documents = seq_idx(LENGTHS[kind])
     results = evaluate(run, values, seq_idx=documents)
     reference, _ = mixer(kind, REFERENCE)
     expected = evaluate(reference, double(values), seq_idx=documents)
-    assert_like(results, expected, 1e-5)  # these are sums over rows with cancellation
+    assert_like(
+        results, expected, 1e-5
+    )  # above the default, because terms of sums over rows cancel
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         empty = {name: mode.from_tensor(value) for name, value in values.items()}
         fake = evaluate(run, empty, seq_idx=documents)
@@ -93,8 +94,11 @@ def test_equals_float64(kind):
 
 
 def kept(kind, backends):
-    """Returns the memory that a mixer saves for its backward pass, in addition to its input and weights, as a number
-    of bf16 tensors (token, d_inner). The sizes are those of mamba-1.4b or mamba2-1.3b, on the meta device."""
+    """Returns the size of what a mixer keeps for its backward pass, without its input and weights, in units of a bf16
+    tensor of shape (tokens, d_inner).
+
+    Fake tensors have the sizes of mamba-1.4b or mamba2-1.3b.
+    """
     storages = {}
     with FakeTensorMode():
         layer = build(
@@ -114,9 +118,8 @@ def kept(kind, backends):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = torch.func.functional_call(
-                layer, weights, (x,)
-            )  # this keeps the saved storages alive
+            # The output keeps the storages alive, so that no address occurs twice.
+            output = torch.func.functional_call(layer, weights, (x,))
         for tensor in (x, *weights.values()):
             storages.pop(tensor.untyped_storage()._cdata, None)
         assert output.shape == x.shape
@@ -125,9 +128,12 @@ def kept(kind, backends):
 
 @pytest.mark.parametrize("kind, most", [("mamba1", 2.6), ("mamba2", 2.1)])
 def test_keeps_less_than_its_parts(kind, most, monkeypatch):
-    """Mamba-1 saves x, z, the output of x_proj and the fp32 states of every 64th position. Mamba-2 saves the output
-    of in_proj. mamba-ssm also saves the outputs of scan and SSD."""
-    monkeypatch.undo()  # restores the real block sizes
+    """A mixer that is computed as a whole keeps more than two tensors less than its operators one by one.
+
+    Mamba-1 keeps x, z, the output of x_proj, and the states of every 64th position in fp32. Mamba-2 keeps the output of
+    in_proj. mamba-ssm also keeps the outputs of the scan and of SSD.
+    """
+    monkeypatch.undo()  # restores the library's block sizes
     whole = kept(kind, WHOLES)
     parts = kept(kind, PARTS)
     assert most - 0.1 <= whole <= most and parts > whole + 2

@@ -1,5 +1,4 @@
-"""Compares the kernels of SSD with the reference backend in float64, with odd sizes and at the edges of blocks, and
-checks their registration as torch operators."""
+"""Compares the Triton kernels of SSD with the reference backend in float64, at odd sizes and extreme values."""
 
 import os
 from functools import partial
@@ -12,8 +11,10 @@ from mamba_fsdp.ops.ssd import ssd, triton
 from tests.support.compare import assert_like_reference
 from tests.support.definitions import random_documents, ssd_values
 
-BF16 = 2.0**-6  # tolerance for sums over whole rows, such as dA
-# A state after a position is a difference of sums. In the gradients of A and the bias, many terms cancel.
+# A bound above the default, because some results are sums over whole rows, such as the gradient of A.
+BF16 = 2.0**-6
+# Bounds above the default: the gradient of dt is a difference of sums, and many of its terms cancel in the gradients of A
+# and dt_bias.
 FP32 = {"gradient of dt": 5e-6, "gradient of A": 5e-5, "gradient of dt_bias": 5e-5}
 ACTIVATIONS = ("x", "dt", "B", "C")
 
@@ -46,9 +47,11 @@ if os.environ.get("KERNEL_GATES") == "all":
 
 @pytest.mark.parametrize("sizes, bounded", CASES, ids=str)
 def test_equals_float64(sizes, bounded):
-    """Compares outputs, the last state and all gradients, also of A and the bias, in which terms cancel. There are
-    full and partial blocks, and several blocks of channels and states. KERNEL_GATES=all: each case with and without
-    documents."""
+    """Outputs, last state and all gradients agree with float64, for full and partial blocks, and for several blocks of
+    channels and states.
+
+    KERNEL_GATES=all tests each size with and without documents.
+    """
     values = leaves(**sizes)
     seq_idx = random_documents(*values["x"].shape[:2]) if bounded else None
     assert_like_reference(kernels, reference, values, FP32, seq_idx=seq_idx)
@@ -64,7 +67,8 @@ def test_bf16():
 
 
 def test_segments_of_a_sequence(monkeypatch):
-    """There are three segments. The first two are swept to compute the initial states of later ones."""
+    """A sequence in three segments gives the same results. A first sweep over two of them computes the states with
+    which the later ones begin."""
     monkeypatch.setattr(triton, "CHUNKS", 2)
     values = leaves(length=150, heads=1, headdim=16, d_state=16)
     seq_idx = random_documents(1, 150)
@@ -72,7 +76,7 @@ def test_segments_of_a_sequence(monkeypatch):
 
 
 def test_extreme_dt():
-    """One head has steps of 0, the other has steps that clear the state. Every gradient is finite and correct."""
+    """All gradients are finite and right if the steps of one head are 0 and those of the other forget everything."""
     values = leaves()
     values["dt_bias"] += torch.tensor([-60.0, 20000.0])
     assert_like_reference(kernels, reference, values, 1e-4)
