@@ -81,9 +81,8 @@ def test_equals_float64(kind):
     results = evaluate(run, values, seq_idx=documents)
     reference, _ = mixer(kind, REFERENCE)
     expected = evaluate(reference, double(values), seq_idx=documents)
-    assert_like(
-        results, expected, 1e-5
-    )  # above the default, because terms of sums over rows cancel
+    # The bound is above the default, because terms of sums over rows cancel.
+    assert_like(results, expected, 1e-5)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         empty = {name: mode.from_tensor(value) for name, value in values.items()}
         fake = evaluate(run, empty, seq_idx=documents)
