@@ -1,6 +1,6 @@
 """Compares launch configurations and backends in a layer of each preset: first errors, then times.
 
-A candidate is a text with assignments. `scan.triton.CHANNELS=16` replaces a constant in mamba_fsdp/ops/scan/triton.py,
+A candidate is a text with assignments. `scan.triton.CHUNK=32` replaces a constant in mamba_fsdp/ops/scan/triton.py,
 `ssd.triton.SWEEP.P=32` replaces an entry of a table in mamba_fsdp/ops/ssd/triton.py for all GPUs, and `norm=reference`
 selects another backend, like --kernels. The empty text stands for our kernels with the library's configuration.
 
@@ -47,8 +47,8 @@ CANDIDATES = {
     "mamba-1.4b": (
         "",
         "scan.triton.CHUNK=32",
-        "scan.triton.CHANNELS=16",
-        "scan.triton.CHUNK=32 scan.triton.CHANNELS=16",
+        "scan.triton.FORWARD_CHANNELS=16",
+        "scan.triton.CHUNK=32 scan.triton.FORWARD_CHANNELS=16",
         "loss.CHUNK_ON_GPU=8192",
         "loss=reference",
     ),

@@ -109,3 +109,8 @@ def test_rows_that_lie_far_apart(monkeypatch):
 
     for got, expected in zip(run(far), run(near.clone())):
         assert torch.equal(got, expected)
+
+
+def test_forward_programs_can_have_fewer_channels_than_backward_ones(monkeypatch):
+    monkeypatch.setattr(backend, "FORWARD_CHANNELS", 16)
+    assert_like_reference(scan, reference, inputs(1, 9, 33, 4))

@@ -14,7 +14,9 @@ why_unavailable = triton.why_unavailable
 TILE = 4  # positions that a kernel reads together
 CHUNK = 64  # positions from one kept state to the next
 FILL = 1024  # programs that keep a GPU busy; if batch and channels make fewer, rows are cut
-CHANNELS = 32  # of a program, which has a warp for every 16 states
+# Channels of a program. A program has a warp for every 16 states.
+FORWARD_CHANNELS = 32
+CHANNELS = 32
 # The largest d_state that a Triton was seen to compile. At 128, the compiler of Triton 2.2 dies by a signal.
 STATES_OF_2 = 64
 STATES = 256
@@ -57,12 +59,12 @@ def _state(initial: Tensor | None) -> Tensor | None:
 class _Scan:
     """The segments of a scan's rows, and the arguments that its kernels share."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: Inputs, channels: int) -> None:
         u, dt, A, BC, D, z, dt_bias, seq_idx, a_is_log = inputs
         self.batch, length, self.channels = u.shape
         self.states = A.shape[1]
         N = max(16, 1 << (self.states - 1).bit_length())  # Triton 2.2 reads past smaller tensors
-        self.blocks = -(-self.channels // CHANNELS)
+        self.blocks = -(-self.channels // channels)
         self.chunks = -(-length // CHUNK)
         self.segments, segment_chunks = segments_of(self.batch * self.blocks, self.chunks)
         self.u = u.contiguous()
@@ -91,8 +93,8 @@ class _Scan:
             A_IS_LOG=a_is_log,
             CHUNK=CHUNK,
             N=N,
-            EVEN=self.channels % CHANNELS == short == 0 and self.states == N,
-            CHANNELS=CHANNELS,
+            EVEN=self.channels % channels == short == 0 and self.states == N,
+            CHANNELS=channels,
             num_warps=-(-N // 16),
         )
 
@@ -125,7 +127,7 @@ def scan_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (y, last state, entries). With `keep`, entries are the states (batch, chunks, d_state, d_inner) at chunk
     entries, from which scan_backward starts."""
-    scan = _Scan(inputs)
+    scan = _Scan(inputs, FORWARD_CHANNELS)
     u = inputs.u
     last = scan.slabs(scan.batch)
     out = u.new_empty(u.shape)
@@ -154,7 +156,7 @@ def scan_backward(
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of u, dt, A (of log(-A) if a_is_log), BC, D, z, dt_bias and the initial state, and y as
     scan_forward returns it. grad_z: the tensor for the gradient of z."""
-    scan = _Scan(inputs)
+    scan = _Scan(inputs, CHANNELS)
     u, dt, A, *_ = inputs
     grad_out = grad_out.contiguous()
     grad_state = scan.slabs(scan.batch)

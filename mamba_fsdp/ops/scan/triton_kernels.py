@@ -187,25 +187,25 @@ def _through_chunk(  # noqa: PLR0915
     t = tile * 4
     at = t.to(tl.int64)
     place = at * channels + channel
-    u = u + place
-    dt = dt + place
-    z = z + at * z_row + channel
+    u += place
+    dt += place
+    z += at * z_row + channel
     BC = BC + t * (2 * N) + n + tl.arange(0, 2)[None, :] * N
     inside = _inside(here, t + four, length, EVEN)
     bc0, bc1, bc2, bc3 = _read_BC(BC, N)
     is_start = None
     if starts is not None:
-        starts = starts + t + four
+        starts += t + four
         is_start = tl.load(starts)
     dt_now = _read(dt, channels, inside)
     z_now = _read(z, z_row, inside)
     u_now = _read(u, channels, inside)
     if out is not None:
-        out = out + place
+        out += place
     if scratch is not None:
         scratch += tl.multiple_of(tl.arange(0, CHANNELS)[None, :], (1, 1))
-        grad_out = grad_out + place
-        grad_z = grad_z + at * grad_z_row + channel
+        grad_out += place
+        grad_z += at * grad_z_row + channel
         grad = _read(grad_out, channels, inside)
     for k in range(0, tiles):
         # The next tile is read before this one is computed; the last tile is read twice.
@@ -314,9 +314,9 @@ def sweep(
     segment = tl.program_id(1)
     segments = tl.num_programs(1)
     if LOCAL:
-        segments = segments + 1
+        segments += 1
     if REVERSE:
-        segment = segment + 1
+        segment += 1
     channel = _alone(CHANNELS)
     n = tl.arange(0, N)[:, None]
     here = (channel < channels) | EVEN
