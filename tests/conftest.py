@@ -24,8 +24,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "equal"))
 # Variables of a job, a launcher or a terminal in which the tests run. They must not affect the tests.
-OTHERS = ("SLURM_", "SBATCH_", "SRUN_", "TORCHELASTIC_", "WANDB_")
-OTHER = {
+OUTER_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "TORCHELASTIC_", "WANDB_")
+OUTER_VARIABLES = {
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -48,8 +48,11 @@ def pytest_addoption(parser):
 
 
 def pytest_configure():
-    """Restores the default handling of signals that are ignored. A shell starts background processes (`tests/run.sh &`) with
-    SIGINT ignored, and nohup ignores SIGHUP. The programs that the tests start would inherit that."""
+    """Prepares the process: restores the default handling of signals, and removes environment variables of the outside.
+
+    A shell starts background processes (`tests/run.sh &`) with SIGINT ignored, and nohup ignores SIGHUP. The programs
+    that the tests start would inherit that.
+    """
     for number, usual in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGHUP, signal.SIG_DFL),
@@ -57,10 +60,12 @@ def pytest_configure():
     ):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, usual)
-    for name in [name for name in os.environ if name.startswith(OTHERS) or name in OTHER]:
-        del os.environ[name]
+    for name in list(os.environ):
+        if name.startswith(OUTER_PREFIXES) or name in OUTER_VARIABLES:
+            del os.environ[name]
     os.environ["TERM"] = "xterm"
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads of many ranks slow each other
+    # With more threads per rank, the threads of many ranks would spin and slow each other down.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -100,14 +105,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def project():
-    """The checkout under test."""
+    """Returns the path of the checkout under test."""
     return PROJECT
 
 
 @pytest.fixture
 def pythons(project):
-    """{"pinned": the interpreter with torch 2.2, "newest": the interpreter with the newest torch}. Only for tests of
-    both stacks, which are marked as pinned."""
+    """Returns {"pinned": the interpreter with torch 2.2, "newest": the interpreter with the newest torch}. Skips the
+    test if one of them is missing. Only for tests of both stacks, which are marked as pinned."""
     newest = project / ".venv"
     if os.environ.get("MAMBA_FSDP_TEST_STACK") != "torch2.2" or not (newest / ".complete").exists():
         pytest.skip(
@@ -118,31 +123,33 @@ def pythons(project):
 
 @pytest.fixture
 def golden(request):
-    """The golden files in the folder of the test."""
+    """Returns the golden files in the folder of the test."""
     return GoldenFiles(request.path.parent, request.config.getoption("renew"))
 
 
 @pytest.fixture
 def answer(capsys):
-    """answer(module of a verb, *arguments) -> (exit code, stdout, stderr)."""
+    """Returns a function answer(module of a verb, *arguments) that runs the verb and returns (exit code, stdout,
+    stderr)."""
     from mamba_fsdp import command_line
 
-    def answer(verb, *words):
+    def answer(verb, *arguments):
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            command_line.run(verb.main, str, list(map(str, words)))
-        told = capsys.readouterr()
-        return end.value.code, told.out, told.err
+            command_line.run(verb.main, str, list(map(str, arguments)))
+        captured = capsys.readouterr()
+        return end.value.code, captured.out, captured.err
 
     return answer
 
 
 @pytest.fixture
 def call(answer):
-    """call(module of a verb, *arguments) -> (exit code, printed text)."""
+    """Returns a function call(module of a verb, *arguments) that runs the verb and returns (exit code, stdout and
+    stderr)."""
 
-    def call(verb, *words):
-        code, out, err = answer(verb, *words)
+    def call(verb, *arguments):
+        code, out, err = answer(verb, *arguments)
         return code, out + err
 
     return call
@@ -150,7 +157,7 @@ def call(answer):
 
 @pytest.fixture(scope="session")
 def user_folder(tmp_path_factory):
-    """The folder of a user after a first training: data/builtin, runs/demo, exported/demo."""
+    """Returns the folder of a user after a first training, with data/builtin, runs/demo and exported/demo."""
     from mamba_fsdp.importing.make_dataset import make_dataset
     from mamba_fsdp.interop.convert import publish, write_model
     from mamba_fsdp.settings.dataset_config import DatasetConfig
@@ -171,7 +178,7 @@ def user_folder(tmp_path_factory):
 
 @pytest.fixture
 def in_user_folder(user_folder, monkeypatch):
-    """`user_folder`, as the working directory of this process."""
+    """Makes `user_folder` the working directory of this process, and returns it."""
     monkeypatch.chdir(user_folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return user_folder
@@ -179,7 +186,7 @@ def in_user_folder(user_folder, monkeypatch):
 
 @pytest.fixture
 def terminal():
-    """A Terminal of 80 columns."""
+    """Provides a Terminal of 80 columns."""
     opened = Terminal()
     yield opened
     opened.close()

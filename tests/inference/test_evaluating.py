@@ -17,7 +17,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.inference import loading
 from mamba_fsdp.verbs import evaluate, export
 from tests.support.corpora import stored_documents
-from tests.support.forked import said_by, start_ranks
+from tests.support.forked import rank_0_output, start_ranks
 
 STORE = "data/builtin/validation"
 pytestmark = pytest.mark.torch22
@@ -102,7 +102,7 @@ def test_two_ranks_give_the_same_numbers_as_one(in_user_folder, run):
     words = [str(in_user_folder / "runs/demo"), str(in_user_folder / STORE)]
     words += ["--seq_length=16", "--stride=5", "--batch_size=2", "--limit=40", "--json"]
     _, alone, _ = run(*words)
-    together = said_by(start_ranks(2, ["evaluate", *words], program=("-m", "mamba_fsdp")))
+    together = rank_0_output(start_ranks(2, ["evaluate", *words], program=("-m", "mamba_fsdp")))
     found = []
     for said in (alone, together[together.index("{\n") :]):
         ((_, told),) = json.loads(said)["data"].items()

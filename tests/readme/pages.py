@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.support.forked import output_of, said_by, start, start_ranks
+from tests.support.forked import output_of, rank_0_output, start, start_ranks
 from tests.support.projects import PROJECT
 
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (PROJECT / "docs").glob("*.md"))]
@@ -183,6 +183,6 @@ class Shell:
             ranks, *words = words
             count = int(ranks.removeprefix("--nproc_per_node="))
             assert words[:2] == ["-m", "mamba_fsdp"]
-            return said_by(start_ranks(count, words[2:], words[:2], self.folder))
+            return rank_0_output(start_ranks(count, words[2:], words[:2], self.folder))
         command = shlex.join([program, *words])
         return output_of(start(command, self.folder, merged=False), command)

@@ -79,8 +79,8 @@ PyMODINIT_FUNC PyInit_{name}_cuda() {{ return PyModule_Create(&module); }}
 
 
 class Builder:
-    """buildah with its own storage below `folder`. The isolation chroot works inside containers and uses the host's
-    network."""
+    """Runs buildah with its own storage below `folder`. The isolation chroot works inside containers and uses the
+    host's network."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -105,9 +105,8 @@ class Builder:
         (base / "Dockerfile").write_text(BARE)
         (base / "pip.conf").write_text(PIP_CONF)
         (base / "ca" / "none").touch()
-        for certificate in Path("/usr/local/share/ca-certificates").glob(
-            "*.crt"
-        ):  # the certificates of a proxy that inspects the traffic
+        # A proxy that inspects the traffic has its own certificates.
+        for certificate in Path("/usr/local/share/ca-certificates").glob("*.crt"):
             shutil.copy(certificate, base / "ca")
         (base / "cuda-libraries").mkdir()
         cuda_stand_ins.write_wheels(base / "cuda-libraries")

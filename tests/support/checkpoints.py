@@ -23,7 +23,7 @@ TIMES = ("tokens_per_second", "mfu", "delaying_rank", "seconds", "goodput", "mem
 
 
 def quiet(text):
-    """Reports nothing."""
+    """Ignores a report."""
 
 
 def shards_of(value):
@@ -67,7 +67,7 @@ def newest(run, report=quiet):
 
 
 def as_whole(checkpoint):
-    """The WholeCheckpoint of this path, without a look at its files."""
+    """Returns the VerifiedCheckpoint of this path without verifying its files."""
     return VerifiedCheckpoint(checkpoint, read_contents(checkpoint))
 
 
@@ -79,7 +79,8 @@ def flip(path, at=-5):
 
 
 def edit(file, **changes):
-    """Changes fields of a JSON file, and its checksum in COMMIT. A field with the new value None is removed."""
+    """Changes fields of a JSON file of a checkpoint, and the file's checksum in COMMIT. A field with the new value None
+    is removed."""
     content = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
     if file.name != "COMMIT":

@@ -55,7 +55,7 @@ def write_records(path, texts):
 
 
 def write_store(path, documents, **how):
-    """Writes a token store of documents that are given without their eos. how: arguments of StoreWriter."""
+    """Writes a token store of documents that are given without their eos. how: keyword arguments of StoreWriter."""
     writer = StoreWriter(path, **how)
     for document in documents:
         writer.append([*document, writer.eos])

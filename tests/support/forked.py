@@ -104,7 +104,8 @@ def start(command, folder, merged=True):
 
 
 def output_of(process, command, code=0):
-    """Returns the output of the Training of a command. Asserts that it succeeds, or that it has this exit code."""
+    """Returns the output of `process`, the Training that runs `command`. Asserts that it exits with this code, without
+    a traceback."""
     output, errors = process.communicate(800)
     assert process.returncode == code, f"{command}\n{output}\n{errors}"
     assert "Traceback" not in output + errors, f"{command}\n{output}\n{errors}"
@@ -124,12 +125,13 @@ def start_ranks(count, words, program=("training.py",), folder=PROJECT, per_node
     return ranks
 
 
-def said_by(ranks, timeout=800):
+def rank_0_output(ranks, timeout=800):
     """Returns the output of rank 0. Asserts that all ranks succeed."""
     try:
-        said = [rank.communicate(timeout)[0] for rank in ranks]
-    finally:  # otherwise pytest would wait at its end for a process that hangs
+        outputs = [rank.communicate(timeout)[0] for rank in ranks]
+    finally:
+        # pytest would otherwise wait at its end for a process that hangs.
         for rank in ranks:
             rank.kill()
-    assert not any(rank.returncode for rank in ranks), "\n".join(said)
-    return said[0]
+    assert not any(rank.returncode for rank in ranks), "\n".join(outputs)
+    return outputs[0]

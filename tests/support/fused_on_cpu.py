@@ -73,7 +73,8 @@ def scan_reference(x, dt, A, B, C, chunk_size, **rest):
 
 
 def mixer_reference(**given):
-    """Factors of the activations have the dtype of the activations. The parameters of the recurrence are in float32."""
+    """Calls mamba-ssm's reference of the whole mixer. Asserts that matrices and convolution have the dtype of the
+    activations, and that the parameters of the recurrence are in float32."""
     of_products = {given[name].dtype for name in ("conv1d_weight", "conv1d_bias", "outproj_weight")}
     assert of_products == {given["zxbcdt"].dtype}
     assert {given[name].dtype for name in ("dt_bias", "A", "D")} == {torch.float32}
@@ -98,7 +99,7 @@ ssd_combined.mamba_split_conv1d_scan_combined = answered_by(
 
 
 def compare(operator, tensors, **rest):
-    """Compares outputs and gradients of the two backends, with documents that are counted from 0 or not."""
+    """Compares outputs and gradients of the two backends, without documents and with document ids that begin at 4."""
     for seq_idx in (None, torch.tensor([4, 4, 4, 5, 5, 6, 6, 6, 6, 6, 6]).expand(2, 11)):
         how = {**rest, "seq_idx": seq_idx}
         reference, fused = (
@@ -110,7 +111,7 @@ def compare(operator, tensors, **rest):
 
 
 def mixer(seq_idx, backend, x, **weights):
-    """A Mamba-2 layer that is computed by a single call if it is fused."""
+    """Applies a Mamba-2 layer. The backend `fused` computes it in a single call of a kernel."""
     config = ModelConfig(d_model=8, headdim=4, d_state=8, chunk_size=16)
     layer = Mamba2(config, REFERENCE | ({"mamba2": "fused"} if backend == "fused" else {}))
     weights = {name.replace("__", "."): value for name, value in weights.items()}

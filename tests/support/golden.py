@@ -1,13 +1,14 @@
-"""Golden files: recorded results that a test compares with, and that `pytest --renew` rewrites.
+"""Golden files: recorded results with which tests compare, and which `pytest --renew` rewrites.
 
-After a renewal `git diff` shows what has changed; review it before you commit it.
+After a renewal, `git diff` shows what has changed; review it before you commit it.
 """
 
 import yaml
 
 
 class GoldenFiles:
-    """The golden files in a test's folder."""
+    """Compares results with the golden files in a folder. With `renew`, the results replace the content of the files
+    first."""
 
     def __init__(self, folder, renew):
         self.folder = folder
@@ -20,9 +21,9 @@ class GoldenFiles:
         assert text == file.read_text()
 
     def check_yaml(self, name, content, flow=None):
-        """Compares a YAML file, apart from the comments that begin at the start of a line.
+        """Compares a YAML file, without the comments that begin at the start of a line.
 
-        `flow` is what yaml.safe_dump calls default_flow_style.
+        flow: the argument default_flow_style of yaml.safe_dump.
         """
         lines = (self.folder / name).read_text().splitlines(keepends=True)
         comments = "".join(line for line in lines if line.startswith("#"))
@@ -30,6 +31,6 @@ class GoldenFiles:
         self.check_text(name, comments + text)
 
     def check_entry(self, name, key, content, flow=None):
-        """Compares one entry of a YAML file."""
+        """Compares the entry `key` of a YAML file."""
         entries = yaml.safe_load((self.folder / name).read_text())
         self.check_yaml(name, {**entries, key: content}, flow)

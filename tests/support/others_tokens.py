@@ -16,7 +16,12 @@ def write_fms(path, documents, column="tokens"):
 
 
 def write_layout(path, documents, wraps=True, counts=True):
-    """A DataLayout file, with FILE.size; positions from 16,384 on wrap, or stay at the highest."""
+    """Writes a DataLayout file, and its number of tokens to FILE.size. Each token is stored with its position in the
+    document.
+
+    wraps: whether positions from 16,384 on begin at 0 again, or stay at 16,383. counts: whether each token counts in
+    the loss.
+    """
     lengths = [len(document) for document in documents]
     positions = np.concatenate([np.arange(length) for length in lengths])
     positions = positions % 16384 if wraps else np.minimum(positions, 16383)

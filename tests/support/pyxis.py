@@ -191,13 +191,12 @@ def mounted(words):
 
 
 def make_cluster(folder, project):
-    """A cluster of node1 and node2 that runs job 77, with these attributes:
+    """Returns a cluster of node1 and node2 that runs job 77, with these attributes:
 
-    submit(*words, script=..., **environment) runs the script as Slurm would, and returns (finished
-    process, [the arguments of each srun], [the node of each unpacking]). trainings() returns the
-    resolved settings of each training. containers(node) returns the names of the containers on a
-    node. environment: the variables with which a program finds the commands. image: the folder of
-    the programs in a container.
+    submit(*words, script=..., **environment) runs the script as Slurm would, and returns (finished process, [the
+    arguments of each srun], [the node of each unpacking]). trainings() returns the resolved settings of each training.
+    containers(node) returns the names of the containers on a node. environment: the variables with which a program
+    finds the commands. image: the folder of the programs in a container.
     """
     commands, image = folder / "commands", folder / "image"
     for path in (folder / "state/node1", folder / "state/node2"):

@@ -28,13 +28,12 @@ RATE = 0.01
 # The rows of its matrices are not divisible by any number of ranks.
 SMALL = ModelConfig(d_model=21, d_state=3, vocab_size=50, pad_vocab_size_multiple=1, n_layer=3)
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children
-PROCESSES = multiprocessing.get_context(
-    "forkserver"
-)  # the fork server imports torch once, so that ranks start quickly
+# The fork server imports torch once, so that ranks start quickly.
+PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
         "fire",
-        "pytest",  # and the other imports of the test modules that contain the ranks' functions
+        "pytest",  # this and the following are imports of the test modules with the ranks' functions
         "torch.distributed.fsdp",
         "torch.distributed.device_mesh",
         "torch._dynamo",
@@ -56,9 +55,8 @@ def run_ranks(count, function, *arguments, launched=True, seconds=400):
     launched: whether to set the environment variables of torchrun. Raises AssertionError with the traceback of a rank
     that fails.
     """
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )  # with a port that it has reserved
+    # With port 0, the store reserves a free port.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = []
     for rank in range(count):
         receiver, sender = PROCESSES.Pipe(duplex=False)
@@ -74,9 +72,8 @@ def run_ranks(count, function, *arguments, launched=True, seconds=400):
         for rank, (process, receiver) in enumerate(ranks):
             assert receiver.poll(seconds), f"rank {rank} said nothing for {seconds} s"
             try:
-                result, failure = pickle.loads(
-                    receiver.recv_bytes()
-                )  # pickled by value, because shared tensors disappear with their rank
+                # Results are pickled by value, because shared tensors disappear with their rank.
+                result, failure = pickle.loads(receiver.recv_bytes())
             except EOFError:
                 process.join()
                 result, failure = None, f"died with exit code {process.exitcode}"
@@ -97,7 +94,8 @@ def _rank(sender, rank, count, port, function, arguments):
             TORCHELASTIC_RESTART_COUNT="0",
         )
     torch.set_num_threads(1)
-    gc.freeze()  # a garbage collection would otherwise touch, and so copy, all pages of the parent process
+    # A garbage collection would otherwise write to, and therefore copy, all pages of the parent process.
+    gc.freeze()
     try:
         world = start_world(timeout_minutes=3)
         sender.send_bytes(pickle.dumps((function(world, *arguments), None)))
@@ -107,7 +105,7 @@ def _rank(sender, rank, count, port, function, arguments):
 
 
 def train_whole(world, settings, **how):
-    """Runs run_training on this rank, in the world that it has."""
+    """Runs run_training with these settings on this rank, in the world that it already has."""
 
     def start_world(timeout_minutes):
         return world

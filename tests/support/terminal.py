@@ -26,7 +26,7 @@ class Terminal:
         self.reader.start()
 
     def stream(self):
-        """The terminal as a file of this process."""
+        """Returns the terminal as a file of this process."""
         return os.fdopen(os.dup(self.slave), "w")
 
     def start(self, command, **options):
@@ -67,9 +67,8 @@ class Terminal:
             os.close(self.master)
 
     def _read(self):
-        decoder = codecs.getincrementaldecoder(
-            "utf-8"
-        )()  # a read can end inside a multi-byte character
+        # A read can end inside a multi-byte character.
+        decoder = codecs.getincrementaldecoder("utf-8")()
         while not self.closing.is_set():
             if select.select([self.master], [], [], 0.05)[0]:
                 self.screen += decoder.decode(os.read(self.master, 65536))

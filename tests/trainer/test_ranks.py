@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mamba_fsdp.run.records import read_entries
 from mamba_fsdp.trainer import loop
-from tests.support.forked import said_by, start_ranks
+from tests.support.forked import rank_0_output, start_ranks
 from tests.support.ranks import run_ranks, train_whole
 from tests.support.tiny import HYBRID, TINY, format_arguments
 
@@ -41,7 +41,7 @@ def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(corpus,
     """
     common = {**RELAY, "dataset_path": corpus}
     whole = format_arguments({**common, "save_ckpt_path": tmp_path / "whole", "batch_size": 2})
-    said_by(start_ranks(1, [*whole, "--num_steps=4"]))
+    rank_0_output(start_ranks(1, [*whole, "--num_steps=4"]))
     relay = {**common, "save_ckpt_path": tmp_path / "relay", "batch_size": 1}
     legs = [
         (4, 2, "hsdp", 2),
@@ -51,7 +51,7 @@ def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(corpus,
     ]
     for step, (ranks, per_node, strategy, sharing) in enumerate(legs):
         relay |= {"num_steps": step + 1, "sharding_strategy": strategy, "context_parallel": sharing}
-        said = said_by(start_ranks(ranks, format_arguments(relay), per_node=per_node))
+        said = rank_0_output(start_ranks(ranks, format_arguments(relay), per_node=per_node))
         assert step == 0 or f"step_0000000{step}, step {step}\n" in said
     expected = numbers_of(tmp_path / "whole")
     assert numbers_of(tmp_path / "relay") == [

@@ -15,7 +15,7 @@ from mamba_fsdp.run.names import EVENTS, LEASE, STEPS, STOP
 from mamba_fsdp.run.records import read_entries
 from mamba_fsdp.trainer.replay import DifferenceError, replay
 from tests.support.checkpoints import flip
-from tests.support.forked import said_by, start_ranks
+from tests.support.forked import rank_0_output, start_ranks
 from tests.support.processes import run_program
 from tests.support.tiny import HYBRID, TINY, format_arguments
 
@@ -39,12 +39,12 @@ def test_the_steps_of_any_run_repeat(kind, corpus, tmp_path):
     ranks, per_node, given = KINDS[kind]
     given = {"sharding_strategy": kind, "num_steps": 4, "dataset_path": corpus, **given}
     words = format_arguments({**TINY, **given, "save_ckpt_path": tmp_path})
-    said_by(start_ranks(ranks, words, per_node=per_node))
+    rank_0_output(start_ranks(ranks, words, per_node=per_node))
     program = ("-m", "mamba_fsdp")
-    said = said_by(start_ranks(ranks, ["replay", str(tmp_path)], program, per_node=per_node))
+    said = rank_0_output(start_ranks(ranks, ["replay", str(tmp_path)], program, per_node=per_node))
     assert f"steps 2 to 4 of {tmp_path} repeat bit for bit (2 losses, 1 checkpoint)\n" in said
     if ranks > 1:
-        said = said_by(start_ranks(1, ["replay", str(tmp_path), "--steps=9"], program))
+        said = rank_0_output(start_ranks(1, ["replay", str(tmp_path), "--steps=9"], program))
         assert (
             "repeat within 2% (2 losses, 0 checkpoints); not compared bit for bit, since it ran "
             in said

@@ -16,7 +16,7 @@ import pytest
 
 from mamba_fsdp.run import records
 from tests.support.corpora import read_back
-from tests.support.forked import output_of, said_by, start, start_ranks
+from tests.support.forked import output_of, rank_0_output, start, start_ranks
 from tests.support.processes import wait_until
 from tests.support.projects import FOR_EVER
 
@@ -139,10 +139,10 @@ def test_a_model_trains_and_the_same_command_with_more_steps_resumes(home, store
     ranks, settings = MODELS[name]
     run = home / "runs" / name.replace(" ", "-")
     words = f"--dataset_path=data/texts --save_ckpt_path={run} {TINY} {settings}".split()
-    first = said_by(start_ranks(ranks, [*words, "--num_steps=1"], folder=home))
+    first = rank_0_output(start_ranks(ranks, [*words, "--num_steps=1"], folder=home))
     assert "finished   1 step;" in first
     assert "Deallocating" not in first, "torch 2.2 warns so of FSDP's views"
-    second = said_by(start_ranks(ranks, [*words, "--num_steps=2"], folder=home))
+    second = rank_0_output(start_ranks(ranks, [*words, "--num_steps=2"], folder=home))
     assert re.search(r"resumes +from .*step 1", second), second
     steps, values = zip(*losses(run))
     assert steps == (1, 2) and all(np.isfinite(values))

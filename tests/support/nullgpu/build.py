@@ -30,8 +30,8 @@ COMPILE = ["gcc", "-std=gnu11", "-shared", "-fPIC", "-O1", "-Wall", "-Werror"]
 
 @functools.cache
 def packages():
-    """Returns the folder of torch's CUDA build: the one of this Python, or else a newer one that is installed first.
-    Raises OSError."""
+    """Returns the folder of packages that contains torch's CUDA build: this Python's, or that of a newer torch, which
+    is installed at the first use. Raises OSError if that fails."""
     own = Path(importlib.util.find_spec("torch").origin).parents[1]
     if (own / "torch/lib/libtorch_cuda.so").exists():
         return own
@@ -39,8 +39,8 @@ def packages():
 
 
 def interpreter(folder):
-    """Returns the Python that has torch's CUDA build: this one, or else one in the folder that also has the other
-    packages of this one."""
+    """Returns a Python that can import torch's CUDA build: this one, or else one in a new virtual environment in the
+    folder, which can also import the other packages of this one."""
     if str(packages()) in sys.path:
         return sys.executable
     made = folder / "venv"
@@ -74,7 +74,7 @@ def build(folder):
 
 @functools.cache
 def of_torch(words):
-    """Returns the output of a program of binutils for torch's libraries."""
+    """Returns the output of a command of binutils for torch's libraries."""
     libraries = sorted(packages().glob("torch/lib/*.so"))
     done = subprocess.run([*words, *libraries], capture_output=True, text=True, check=True)
     return done.stdout

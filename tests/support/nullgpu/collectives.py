@@ -18,7 +18,8 @@ class Done(dist._Work):
 
     def __init__(self, result):
         super().__init__()
-        if is_torch_2_2():  # it does not keep a reference, and would wait forever
+        # torch 2.2 does not keep a reference to this object, and would wait forever.
+        if is_torch_2_2():
             self.every.append(self)
         self.future = torch.futures.Future(devices=[torch.cuda.current_device()])
         self.future.set_result(result)
@@ -88,7 +89,7 @@ class OverGloo(dist.ProcessGroup):
         return NAME
 
     @property
-    def group_name(self):  # torch 2.11 defines it only for backends in C++
+    def group_name(self):  # torch 2.11 defines this property only for backends in C++
         return dist.distributed_c10d._world.pg_names[self]
 
     def broadcast(self, tensors, options):
@@ -142,7 +143,8 @@ class OverGloo(dist.ProcessGroup):
         return self.begun(Exchange(self.gloo.recv(copies, of, tag), tensors, copies))
 
     def begun(self, exchange):
-        """Returns the exchange. torch 2.2 waits for all exchanges together, so they are also collected in a list."""
+        """Returns the exchange. For torch 2.2, also adds it to a list, because torch 2.2 waits for all exchanges
+        together."""
         if is_torch_2_2():
             self.exchanges.append(exchange)
         return exchange

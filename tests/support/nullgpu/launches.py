@@ -11,7 +11,7 @@ LAYERS = 8
 
 def of_a_step(settings, layers):
     step = counted_step(settings, layers)
-    step()  # the first step creates the moments
+    step()  # the first step also creates the optimizer's moments
     before = step()
     return step() - before
 

@@ -1,5 +1,5 @@
-"""Provides numbers for decisions that depend on results of the null device, because its results are garbage. Nothing
-else replaces results. README.md lists the decisions."""
+"""Replaces results of the null device on which decisions depend, because its results are garbage. README.md lists these
+decisions. No other results are replaced."""
 
 import warnings
 
@@ -17,7 +17,7 @@ true_documents = Documents.of.__func__
 
 
 def one(tensor):
-    """Replaces item(), int(), float() and bool(). The result serves as a length, a token, a loss, or a true value."""
+    """Replaces item(), int(), float() and bool() by 1, which is a valid length, token, loss and condition."""
     tensor.cpu()  # the host waits, as on a real device
     return torch.ones((), dtype=tensor.dtype).item()
 
@@ -27,8 +27,7 @@ def compare(check, kind, backends):
 
 
 def unpack(numbers):
-    """Replaces StepStats.unpack. The numbers of the host, which were copied to the device and back, are those of a
-    CPU. The others describe a step without errors."""
+    """Replaces StepStats.unpack. Returns a step without errors, in which each rank worked for 0.1 s."""
     seconds = [0.1] * (len(numbers) - StepStats.FIXED)
     return StepStats(1.0, 1.0, True, 65536.0, 1, False, False, seconds)
 
@@ -42,12 +41,12 @@ def documents(cls, seq_idx):
 
 
 def any_rank_asked(stop, world):
-    """Replaces StopRequest.any_rank_asked: the sum over ranks is computed on the CPU."""
+    """Replaces StopRequest.any_rank_asked. Computes the sum over ranks on the CPU."""
     return world.all_reduce_sum(float(stop.check())) > 0
 
 
 def replace():
-    """Replaces these functions in this process."""
+    """Makes all these replacements in this process."""
     with warnings.catch_warnings(action="ignore"):  # the warning about an overridden kernel
         OVERRIDES.impl("_local_scalar_dense", one, "CUDA")
     torch.nn.parallel.distributed._verify_param_shape_across_processes = lambda *_: None

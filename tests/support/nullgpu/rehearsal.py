@@ -34,9 +34,8 @@ if __name__ == "__main__":
     runs.TINY = models.TINY | {"layers": "mamba1,mamba2", "seq_length": 16}
     # A folder that is removed at the end of the process would also be removed at the end of a forked process.
     everything.tempfile = SimpleNamespace(TemporaryDirectory=lambda: nullcontext(out))
-    torch.cuda.is_available = lambda: (
-        True
-    )  # after a call of the real function, a process can't fork any more
+    # After a call of the real function, a process can't fork any more.
+    torch.cuda.is_available = lambda: True
     for part in PARTS:
         everything.measure_part(part, out, True)
         print(everything.take_table(part, out), flush=True)

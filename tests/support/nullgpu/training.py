@@ -41,8 +41,8 @@ SMALL = {
     "headdim": "32",
     "vocab_size": "512",
 }
-DEVICE, PINNED, REGISTERED = 1, 2, 3  # the numbers of the kinds of memory in device.h
-STREAMS, EVENTS = 5, 6  # the numbers of its counters
+DEVICE, PINNED, REGISTERED = 1, 2, 3  # kinds of memory; the values are defined in device.h
+STREAMS, EVENTS = 5, 6  # counters; the values are defined in device.h
 
 
 class Watch:
@@ -56,7 +56,7 @@ class Watch:
         self.take_step = loop.take_step
 
     def compiled(self, key=None, repr=None, **_):
-        """Triton's hook: records a kernel that is not compiled yet in this process."""
+        """Records a kernel that is not compiled yet in this process. Triton calls it as a hook."""
         if not self.is_testing:
             self.untested.add(f"{repr.split('[')[0]} {key}")
         return False
