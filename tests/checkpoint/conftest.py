@@ -1,4 +1,4 @@
-"""Provides a run folder."""
+"""Provides a fixture with the path of a run folder."""
 
 import pytest
 

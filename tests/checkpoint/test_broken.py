@@ -1,4 +1,4 @@
-"""Tests damaged checkpoints: they are reported, skipped, and never loaded as undamaged ones."""
+"""Tests that mamba_fsdp.checkpoint reports and skips damaged checkpoints, and never loads damaged data."""
 
 import os
 from functools import partial
@@ -28,7 +28,7 @@ from tests.support.disk import Disk
 
 RANK_FILE = "rank_00000.safetensors"
 OUTSIDE = {"state.json": {"bytes": 1, "xxh3": ""}, "../x": {"bytes": 1, "xxh3": ""}}
-DAMAGES = {  # {message: (file, how to damage it)}
+DAMAGES = {  # {part of the message: (file, function that damages it, further arguments)}
     f"{RANK_FILE} has 40 bytes, not": (RANK_FILE, os.truncate, 40),
     f"content of {RANK_FILE} has changed": (RANK_FILE, flip),
     "state.json: No such file": ("state.json", os.unlink),
@@ -42,22 +42,24 @@ DAMAGES = {  # {message: (file, how to damage it)}
 
 @pytest.mark.parametrize("words", DAMAGES)
 def test_a_broken_checkpoint_is_named_and_an_older_one_used(run, words):
-    """The report names the folder and the file. If the user names the damaged checkpoint itself, the run stops."""
+    """A damaged checkpoint is reported with its folder and file, and the run resumes from an older one. If the user
+    requests the damaged checkpoint, an error is raised."""
     make_checkpoints(run, [1, 2])
     name, damage, *how = DAMAGES[words]
     damage(run / "checkpoints/step_00000002" / name, *how)
-    said = []
-    assert newest(run, said.append).name == "step_00000001"
-    assert len(said) == 1 and "step_00000002 is broken" in said[0] and words in said[0]
+    reports = []
+    assert newest(run, reports.append).name == "step_00000001"
+    assert len(reports) == 1 and "step_00000002 is broken" in reports[0] and words in reports[0]
     assert words in "".join(problems(run / "checkpoints/step_00000002"))
     with pytest.raises(UserError, match="step_00000002 is broken"):
         find_checkpoint(run / "checkpoints/step_00000002", WORLD)
 
 
 def test_a_checkpoint_under_another_steps_name_is_passed_over(run):
-    """Otherwise each start would resume from its step and remove newer checkpoints.
+    """A checkpoint in checkpoints/ is skipped if its folder name contains another step than its COMMIT. Otherwise
+    each start would resume from the wrong step and remove newer checkpoints.
 
-    A folder that the user renamed is accepted.
+    A checkpoint that the user has renamed, for example to `best`, is accepted.
     """
     make_checkpoints(run, [1, 2])
     folder = run / "checkpoints"
@@ -68,7 +70,7 @@ def test_a_checkpoint_under_another_steps_name_is_passed_over(run):
 
 
 def damages(content):
-    """Yields (description, damaged content) of a file."""
+    """Yields (description, damaged content) for many ways to damage the content of a file."""
     for at in range(0, len(content), 29):
         yield f"cut at {at}", content[:at]
     for at in range(0, len(content), 5):
@@ -79,33 +81,33 @@ def damages(content):
 @pytest.mark.slow
 @pytest.mark.parametrize("file", [RANK_FILE, "state.json", "COMMIT"])
 def test_no_damage_goes_unnoticed(run, file):
-    """Any damage in any file is reported, and the older checkpoint is loaded.
+    """If any file of a checkpoint is damaged, the damage is reported and the older checkpoint is loaded.
 
-    COMMIT does not have a checksum. If damage does not change its meaning, for example in a space, the newest
-    checkpoint is loaded as it was saved.
+    COMMIT does not have a checksum. If damage does not change its meaning, for example in white space, the newest
+    checkpoint is loaded with its original tensors.
     """
     make_checkpoints(run, [1, 2])
     path = run / "checkpoints/step_00000002" / file
     steps = []
     for how, damaged in damages(path.read_bytes()):
         path.write_bytes(damaged)
-        said = []
+        reports = []
         target = shards_of(0)
-        found = find_checkpoint(run, WORLD, said.append, shards=target)
+        found = find_checkpoint(run, WORLD, reports.append, shards=target)
         load(found, target, WORLD)
         step = found.contents.state["step"]
         for filled, saved in zip(target, shards_of(step), strict=True):
             assert torch.equal(filled.data, saved.data), how
         if step == 1:
-            assert "step_00000002 is broken" in said[0], how
+            assert "step_00000002 is broken" in reports[0], how
         else:
-            assert file == "COMMIT" and found.path == path.parent and not said, how
+            assert file == "COMMIT" and found.path == path.parent and not reports, how
         steps.append(step)
     assert steps.count(1) > max(50, 2 * steps.count(2))
 
 
 def parts_of(dtype):
-    """Returns shards of zeros. The first one contains only a part of its tensor."""
+    """Returns two shards of zeros. The first one contains only a part of its tensor."""
     return [
         Shard("a.weight", (10, 10), 30, torch.zeros(50, dtype=dtype)),
         Shard("b", (7,), 0, torch.zeros(7, dtype=dtype)),
@@ -114,11 +116,11 @@ def parts_of(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype):
-    """Elements that were loaded from a damaged checkpoint are loaded again from the older checkpoint while that is
-    verified.
+    """Verification of a checkpoint also fills the shards. If the checkpoint turns out to be damaged, all elements are
+    filled again from the older checkpoint.
 
-    Without verification, `load` reads them. Elements with another dtype than the saved one, or for a GPU, pass through
-    host memory.
+    Elements that verification has not filled are read by `load`. The bfloat16 case covers elements that are converted,
+    and therefore pass through a buffer in host memory.
     """
     make_checkpoints(run, [1, 2])
     flip(run / "checkpoints/step_00000002" / RANK_FILE)
@@ -175,19 +177,20 @@ def test_contents_that_were_committed_but_can_t_be_are_broken(run, changes, word
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run):
-    """Such a checkpoint is not damaged: COMMIT and state.json agree. Resuming from an older one would lose steps."""
+    """A checkpoint of another version is an error even if an older checkpoint could be loaded. It is not damaged,
+    because COMMIT and state.json agree, and resuming from the older one would lose steps."""
     make_checkpoints(run, [1, 2])
     path = run / "checkpoints/step_00000002"
     for name in ("state.json", "COMMIT"):
         edit(path / name, format="elsewhere", version=2)
-    said = "COMMIT: 'elsewhere' of version 2; .* reads 'mamba_fsdp checkpoint' of version 1 here"
+    message = "COMMIT: 'elsewhere' of version 2; .* reads 'mamba_fsdp checkpoint' of version 1 here"
     for place in (run, path):
-        with pytest.raises(UserError, match=f"step_00000002/{said}"):
+        with pytest.raises(UserError, match=f"step_00000002/{message}"):
             find_checkpoint(place, WORLD)
 
 
 def test_no_whole_checkpoint_is_no_reason_to_start_anew(run):
-    """A run never restarts at step 0 by itself because all its checkpoints are damaged."""
+    """If all checkpoints of a run are damaged, an error is raised: the run does not restart at step 0."""
     make_checkpoints(run, [1])
     flip(run / "checkpoints/step_00000001" / RANK_FILE)
     with pytest.raises(UserError, match="none of the checkpoints.*rank_00000"):
@@ -198,7 +201,8 @@ def test_no_whole_checkpoint_is_no_reason_to_start_anew(run):
 
 @pytest.mark.parametrize("file", [RANK_FILE, "state.json", "COMMIT"])
 def test_a_checkpoint_that_storage_does_not_give_is_not_broken(run, monkeypatch, file):
-    """Loading an older checkpoint would lose steps, although a later start can read the newest one."""
+    """A checkpoint that can't be read because of a storage error raises StorageError. Loading an older checkpoint
+    would lose steps, although a later start could read the newest one."""
     make_checkpoints(run, [1, 2])
     monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
     Disk(monkeypatch, run).lose(f"step_00000002/{file}")
@@ -207,7 +211,8 @@ def test_a_checkpoint_that_storage_does_not_give_is_not_broken(run, monkeypatch,
 
 
 def test_a_broken_checkpoint_is_replaced_by_a_whole_one_of_its_step(run):
-    """The damaged one is not counted among the checkpoints to keep."""
+    """A new save of the same step replaces a damaged checkpoint. The damaged one does not count towards the number of
+    checkpoints to keep."""
     make_checkpoints(run, [1, 2])
     path = run / "checkpoints/step_00000002"
     os.truncate(path / RANK_FILE, 30)

@@ -1,5 +1,5 @@
-"""Tests that reading and writing a file reports progress after each block, so that a slow disk does not look like a
-hang."""
+"""Tests mamba_fsdp.checkpoint.files: it reports progress after each block, so that a slow disk does not look like a
+hang, fills shards while it verifies a file, and flushes a file in parts."""
 
 import os
 
@@ -17,7 +17,7 @@ def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkey
     monkeypatch.setattr(files, "WRITE_BLOCK_BYTES", 100)
     monkeypatch.setattr(files, "READ_BLOCK_BYTES", 100)
 
-    def beats(action, *given):
+    def count_progress(action, *given):
         before = progress.count
         action(*given)
         return progress.count - before
@@ -25,17 +25,17 @@ def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkey
     path = tmp_path / "file"
     tensor = torch.arange(1000.0)
     # The file is written, then read back.
-    assert beats(files.write_pieces, path, [("a", 0, tensor)]) >= 2 * 40
-    assert beats(files.compute_checksum, path) >= 40
+    assert count_progress(files.write_pieces, path, [("a", 0, tensor)]) >= 2 * 40
+    assert count_progress(files.compute_checksum, path) >= 40
     shard = Shard("a", (1000,), 0, torch.zeros(1000))
-    assert beats(files.hash_file, path, path.stat().st_size, {"a": shard}) >= 40
+    assert count_progress(files.hash_file, path, path.stat().st_size, {"a": shard}) >= 40
 
 
 @pytest.mark.parametrize("start, stop", [(0, 1000), (250, 260), (250, 800), (650, 1000)])
 def test_a_shard_is_filled_with_what_a_file_or_its_part_holds_of_it(tmp_path, start, stop):
-    """A shard is loaded while a file, or its first part, is verified.
+    """hash_file fills a shard with the elements that the verified file, or its verified first part, contains.
 
-    The tensor's last 100 elements are in another file.
+    The tensor's last 100 elements are not in this file.
     """
     path = tmp_path / "file"
     tensor = torch.arange(1000.0)
@@ -53,7 +53,8 @@ def test_a_shard_is_filled_with_what_a_file_or_its_part_holds_of_it(tmp_path, st
 
 @pytest.mark.parametrize("from_disk", [True, False])
 def test_what_is_written_is_flushed_as_it_goes(tmp_path, monkeypatch, from_disk):
-    """A single flush at the end of a large file could take longer than the timeout of the watchdog."""
+    """A file is flushed after every FLUSH_BYTES. A single flush at the end of a large file could take longer than the
+    timeout of the watchdog."""
     flushed = []
     sync = os.fsync
     monkeypatch.setattr(files, "WRITE_BLOCK_BYTES", 100)

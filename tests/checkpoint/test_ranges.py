@@ -1,4 +1,5 @@
-"""Tests which elements of a tensor each rank writes, and how the pieces with a given range are found."""
+"""Tests mamba_fsdp.checkpoint.ranges, which divides tensors among the ranks that write them, and finds the pieces that
+contain a range of elements."""
 
 from itertools import accumulate
 
@@ -15,7 +16,8 @@ COUNTS = st.one_of(st.integers(0, 40), st.integers(0, 5 * ranges.MIN_PIECE_SIZE)
 
 @given(COUNTS, st.integers(1, 9), st.integers(0, 50))
 def test_replicas_together_write_every_element_once(count, replicas, turn):
-    """The ranges of all replicas cover the shard exactly, and a shard is not split into tiny pieces."""
+    """The ranges of all replicas together cover a shard exactly. No piece is smaller than MIN_PIECE_SIZE, unless it is
+    the whole shard."""
     pieces = [ranges.range_to_write(count, replicas, index, turn) for index in range(replicas)]
     pieces = sorted((start, stop - start) for start, stop in pieces if start < stop)
     assert ranges.covers_exactly(
@@ -60,7 +62,8 @@ def test_any_range_is_put_together_from_any_cut(lengths, start, length):
 
 @given(CUTS, st.randoms())
 def test_what_is_missing_of_a_range_is_what_was_not_done(lengths, chance):
-    """The gaps are correct for any ranges in any order."""
+    """find_gaps returns exactly the parts of a range that the given ranges do not cover, in whatever order they are
+    given."""
     pieces = list(zip(starts_of(lengths), lengths))
     done = [(start, start + length) for start, length in pieces if chance.randrange(2)]
     chance.shuffle(done)
@@ -72,8 +75,11 @@ def test_what_is_missing_of_a_range_is_what_was_not_done(lengths, chance):
 
 @given(st.lists(CUTS, min_size=1, max_size=5), st.randoms())
 def test_ranks_tell_in_any_order_how_every_tensor_was_cut(cuts, chance):
-    """Tensors with equal pieces share an entry, a rank without a piece does not appear in it, and a missing piece is
-    an error."""
+    """find_ranges returns the pieces of each tensor, in whatever order the ranks wrote them.
+
+    Tensors with equal pieces share an entry, a rank without a piece is not listed in it, and a missing piece is an
+    error.
+    """
     pieces = np.zeros((8, len(cuts), 2), dtype=np.int64)  # (start, count) of each rank
     expected = []
     for number, lengths in enumerate(cuts):
@@ -92,7 +98,7 @@ def test_ranks_tell_in_any_order_how_every_tensor_was_cut(cuts, chance):
 
 @pytest.mark.parametrize("starts, counts", [([0], [3]), ([0], [5]), ([1], [3]), ([0, 2], [3, 2])])
 def test_gaps_and_overlaps_are_noticed(starts, counts):
-    """Pieces that do not cover a tensor exactly, here one of 4 elements, are never accepted."""
+    """covers_exactly is False if the pieces of a tensor of 4 elements have a gap, overlap or exceed it."""
     assert not ranges.covers_exactly(starts, counts, 4)
 
 

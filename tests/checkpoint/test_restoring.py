@@ -1,5 +1,5 @@
-"""Tests loading checkpoints with other numbers of ranks, other strategies and the other stack, and how many bytes
-each rank reads."""
+"""Tests that a checkpoint can be loaded with another number of ranks, another strategy or another version of torch,
+and how many bytes the ranks read."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.torch22
 
 
 def save(world, run, how, asynchronous):
-    """Trains two steps, then saves. Returns all tensors."""
+    """Trains two steps, saves a checkpoint, and returns the saved tensors."""
     parallel, optimizer = build(world, **how)
     train(world, parallel, optimizer, range(2))
     shards = parallel.shards(optimizer)
@@ -30,13 +30,13 @@ def save(world, run, how, asynchronous):
     tensors = whole(world, shards)
     checkpointer.wait_for_copies()
     for shard in shards:
-        shard.data.zero_()  # an asynchronous save has copied the tensors by now
+        shard.data.zero_()  # must not change the checkpoint: an asynchronous save has its own copy by now
     checkpointer.wait()
     return tensors
 
 
 def read(world, run, how):
-    """Loads a checkpoint into a new model with another layout. Returns (state, tensors)."""
+    """Loads a checkpoint into a new model with the settings `how`, and returns (state, tensors)."""
     parallel, optimizer = build(world, **how)
     shards = parallel.shards(optimizer)
     for shard in shards:
@@ -50,7 +50,7 @@ SAVES = [
     ({"strategy": "hsdp", "shard_size": 2}, False),
     ({"strategy": "ddp", "optimizer": "muon"}, True),
 ]
-LAYOUTS = {  # {number of ranks: settings with which they load}
+LAYOUTS = {  # {number of ranks: the settings of `build` with which these ranks load a checkpoint}
     1: [{"strategy": "none"}],
     3: [{"strategy": "ddp"}, {"strategy": "fsdp"}],
     4: [{"strategy": "hsdp", "shard_size": 2}],
@@ -63,7 +63,7 @@ def save_each(world, run):
 
 
 def read_each(world, run, layouts):
-    """Returns [(index of the save, layout, result of `read`)]."""
+    """Loads each save with each layout. Returns [(index of the save, layout, result of `read`)]."""
     found = []
     for number, (how, _) in enumerate(SAVES):
         for layout in layouts:
@@ -74,8 +74,8 @@ def read_each(world, run, layouts):
 
 @pytest.mark.slow
 def test_any_layout_reads_what_any_layout_saved(run):
-    """Model and optimizer are restored bitwise for any number of ranks and any strategy, and with the state of rank
-    0."""
+    """Model and optimizer are restored bitwise, whatever the number of ranks and the strategy of the save and of the
+    load. All ranks get the state that rank 0 saved."""
     saves, *_ = run_ranks(4, save_each, run)
     for number, saved in enumerate(saves):
         model = CheckpointTensors(as_whole(run / str(number) / "checkpoints/step_00000002"))
@@ -130,12 +130,12 @@ def count_reads(world, run):
 
 
 def bytes_read():
-    return int(open("/proc/self/io").readline().split()[1])  # the line rchar
+    return int(open("/proc/self/io").readline().split()[1])  # the first line is "rchar: BYTES"
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Returns a run folder with a checkpoint of step 2, saved by three ranks with FSDP."""
+    """Returns the folder of a run that three ranks trained with FSDP, with a checkpoint of step 2."""
     run = tmp_path_factory.mktemp("saved")
     run_ranks(3, save, run, SHARDED, True)
     return run
@@ -144,9 +144,10 @@ def saved(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 2])
 def test_ranks_share_the_reading(saved, ranks):
-    """All ranks together read each byte once for verification.
+    """The ranks divide the verification of a checkpoint: together they read each byte once.
 
-    A rank reads elements of its shards again only if another rank verified them.
+    A rank reads an element of its shards again only if another rank has verified it. All ranks together therefore read
+    less than twice the size of the checkpoint.
     """
     read = sum(run_ranks(ranks, count_reads, saved))
     whole = sum(path.stat().st_size for path in (saved / "checkpoints/step_00000002").iterdir())
@@ -155,7 +156,8 @@ def test_ranks_share_the_reading(saved, ranks):
 
 @pytest.mark.slow
 def test_who_wants_the_weights_alone_demands_that_they_are_whole_and_no_more(saved, run):
-    """With only_model, a damaged moment is accepted, and a damaged weight is an error."""
+    """With only_model=True, find_checkpoint verifies only the weights: a damaged optimizer moment is accepted, and a
+    damaged weight is an error."""
     shutil.copytree(saved, run)
     path = run / "checkpoints/step_00000002/rank_00001.safetensors"
     flip(path)

@@ -1,4 +1,4 @@
-"""Tests which checkpoints are kept: the newest ones, and those that are never removed."""
+"""Tests which checkpoints of a run are kept, and which ones are removed to free disk space."""
 
 import os
 import shutil
@@ -24,8 +24,10 @@ from tests.support.disk import Disk
 
 
 def test_the_newest_stay_and_the_first_at_or_after_each_multiple(run):
-    """The rule applies whether or not keep_every is a multiple of the interval, and if a later start changes the
-    settings."""
+    """The newest `keep` checkpoints and the first checkpoint at or after each multiple of keep_every are kept.
+
+    This applies whether or not keep_every is a multiple of the save interval, and after a start with other settings.
+    """
     make_checkpoints(run, range(3, 40, 3), keep=1, keep_every=10)
     assert steps_in(run) == [12, 21, 30, 39]
     make_checkpoints(run, [42, 45], keep=2)
@@ -36,17 +38,19 @@ def test_the_newest_stay_and_the_first_at_or_after_each_multiple(run):
 
 
 def test_of_a_link_to_a_checkpoint_only_the_link_is_removed(run, tmp_path):
-    """The target can belong to another run. This applies to pruning and to the files of a killed save."""
+    """If an old checkpoint, or a file that a killed save left, is a symbolic link, only the link is removed. Its target
+    can belong to another run."""
     other = make_checkpoints(tmp_path / "other", [1]).last
-    left = open_run(run).lease.staging
-    for link in (run / "checkpoints/step_00000001", left / "step_00000002"):
+    staging = open_run(run).lease.staging
+    for link in (run / "checkpoints/step_00000001", staging / "step_00000002"):
         link.symlink_to(other)
     make_checkpoints(run, [3], keep=1)
     assert os.listdir(run / "checkpoints") == ["step_00000003"] and not problems(other)
 
 
 def test_a_kept_one_that_is_broken_is_made_up_for(run):
-    """If a permanent checkpoint is damaged, the next undamaged one after the same multiple is kept instead."""
+    """If the checkpoint that keep_every preserves is damaged, the next undamaged one after the same multiple is kept
+    instead."""
     make_checkpoints(run, [9, 10, 11], keep=5, keep_every=10)
     for step in (10, 11):
         (run / f"checkpoints/step_000000{step}/state.json").unlink()
@@ -59,23 +63,25 @@ def test_a_kept_one_that_is_broken_is_made_up_for(run):
 
 
 def test_an_old_checkpoint_that_can_t_be_removed_is_told_and_fails_no_save(run, monkeypatch):
-    said = []
-    checkpointer = make_checkpoints(run, [1], keep=1, report=said.append)
+    reports = []
+    checkpointer = make_checkpoints(run, [1], keep=1, report=reports.append)
     monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
     Disk(monkeypatch, run).lose("step_00000001")
     checkpointer.save(2, shards_of(2), {})
     checkpointer.wait()
     assert steps_in(run) == [1, 2]
-    (warning,) = [line for line in said if line.startswith("warning: can't remove old checkpoints")]
+    (warning,) = [
+        line for line in reports if line.startswith("warning: can't remove old checkpoints")
+    ]
     assert "Input/output error" in warning
 
 
-SIZE = 428  # size of the tensors of a checkpoint in bytes
+SIZE = 428  # bytes of tensors in each checkpoint
 
 
 @pytest.fixture
 def small_disk(run, monkeypatch):
-    """small_disk(room): makes the disk report space for this many checkpoints."""
+    """Returns a function small_disk(room), which simulates a disk with space for `room` checkpoints."""
 
     def small_disk(room):
         def disk_usage(path):
@@ -88,16 +94,18 @@ def small_disk(run, monkeypatch):
 
 @pytest.mark.parametrize("room, steps, early", [(4, [2, 3, 4], 0), (2, [3, 4], 2)])
 def test_an_old_checkpoint_makes_room_for_a_newer_one(run, small_disk, room, steps, early):
-    """The removal is reported if the disk would otherwise be too full."""
+    """If the disk has too little space for a new checkpoint, old ones are removed before it is written, and each such
+    removal is reported."""
     small_disk(room)
-    said = []
-    make_checkpoints(run, [1, 2, 3, 4], report=said.append)
+    reports = []
+    make_checkpoints(run, [1, 2, 3, 4], report=reports.append)
     assert steps_in(run) == steps
-    assert sum("is removed to make room for" in line for line in said) == early
+    assert sum("is removed to make room for" in line for line in reports) == early
 
 
 def test_the_newest_checkpoint_makes_no_room(run, small_disk):
-    """If removing all other checkpoints is not enough, nothing is written."""
+    """The newest checkpoint is never removed to free space. If the space is still too small, an error is raised and
+    nothing is written."""
     small_disk(1)
     checkpointer = make_checkpoints(run, [1])
     for ask in (checkpointer.reserve_space, lambda shards: checkpointer.save(2, shards, {})):
@@ -107,9 +115,10 @@ def test_the_newest_checkpoint_makes_no_room(run, small_disk):
 
 
 def test_a_reader_whose_checkpoint_is_removed_meanwhile_says_so_in_a_line(run):
-    """The error is the same while the reader verifies files, reads metadata or reads tensors.
+    """If a run removes a checkpoint while another process verifies it, or reads its metadata or tensors, the error has
+    one line and says that the checkpoint is gone.
 
-    In a run folder, the newest checkpoint is used.
+    If the user gave the run folder instead of a checkpoint, the newest checkpoint is loaded.
     """
     path = make_checkpoints(run, [1]).last
     found = find_newest_checkpoint(run, pytest.fail)
@@ -123,8 +132,8 @@ def test_a_reader_whose_checkpoint_is_removed_meanwhile_says_so_in_a_line(run):
         lambda: load(choice, shards_of(0), WORLD),
     )
     for read in reads:
-        with pytest.raises(UserError, match="step_00000001 is gone: its run has newer") as told:
+        with pytest.raises(UserError, match="step_00000001 is gone: its run has newer") as error:
             read()
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(error.value)
     newest = find_checkpoint(run, WORLD, report=pytest.fail, found=found)
     assert newest.path.name == "step_00000002" and newest.broken == []

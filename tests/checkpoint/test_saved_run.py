@@ -1,4 +1,4 @@
-"""Tests the state that a run stores in a checkpoint besides tensors."""
+"""Tests SavedRun and TrainState, the state that a run stores in a checkpoint besides tensors."""
 
 import math
 from dataclasses import asdict
@@ -12,9 +12,9 @@ from tests.support.checkpoints import open_run, shards_of
 
 
 def test_a_train_state_counts_from_zero_what_was_read_and_what_was_applied():
-    """The data of skipped steps counts as read.
+    """TrainState.advance counts samples and tokens of every step, and optimizer steps only if the step was applied.
 
-    Skipped steps in a row are counted until a step is applied, except for excused ones.
+    Consecutive skipped steps are counted, except for excused ones, until a step is applied.
     """
     state = TrainState()
     assert not any(asdict(state).values()) and math.isnan(state.take_mean_loss())

@@ -1,4 +1,5 @@
-"""Tests the files of a save, when they are written, and its failures."""
+"""Tests Checkpointer.save: the files of a checkpoint, the time at which they are copied and committed, and errors of
+the storage."""
 
 import contextlib
 import dataclasses
@@ -38,46 +39,48 @@ def error_of(number):
 
 
 def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run):
-    """Before the commit, no checkpoint can be found.
+    """A checkpoint can be found only after its commit.
 
-    After it, the checkpoint can be found, it is reported and recorded as an event, and no temporary files are left.
+    The commit is then reported and recorded as an event, and no temporary files remain.
     """
-    said = []
-    checkpointer = open_run(run, report=lambda text: said.append((text, list_names(run))))
+    reports = []
+    checkpointer = open_run(run, report=lambda text: reports.append((text, list_names(run))))
     assert newest(run) is None and checkpointer.save_phase() is None
     checkpointer.save(3, shards_of(3), {"step": 3})
-    assert checkpointer.save_phase() == (3, Phase.WRITING) and not said
+    assert checkpointer.save_phase() == (3, Phase.WRITING) and not reports
     checkpointer.pending.work.result()
     assert not checkpointer.is_writing() and not list_names(run)
     checkpointer.poll()
     assert checkpointer.save_phase() == (3, Phase.COMMITTING)
     checkpointer.wait()
-    assert said == [("checkpoint step_00000003 is committed", ["step_00000003"])]
+    assert reports == [("checkpoint step_00000003 is committed", ["step_00000003"])]
     assert checkpointer.last == newest(run)
     assert read_contents(checkpointer.last).state == {"step": 3}
     (event,) = read_events(run)
     assert event["step"] == 3 and event["bytes"] > 400 and event["seconds"] > 0
     assert 0 < checkpointer.stall_seconds() < 60 and checkpointer.stall_seconds() == 0
     checkpointer.save(3, shards_of(3), {"step": 3})
-    assert checkpointer.save_phase() is None  # it is committed already
+    assert checkpointer.save_phase() is None  # the checkpoint of step 3 is already committed
 
 
 def test_other_programs_can_read_the_files(run):
-    """A rank's file is a normal safetensors file with pieces named <tensor>@<start>."""
+    """The file that a rank writes is a standard safetensors file. Its tensors are named <tensor>@<start>."""
     from safetensors.torch import load_file
 
     path = make_checkpoints(run, [1]).last / "rank_00000.safetensors"
     content = load_file(path)
-    assert (
-        path.read_bytes()[0] % 8 == 0
-    )  # the length of the header is a multiple of 8, so that the data is aligned
+    # The length of the header is a multiple of 8. The data after it is therefore aligned.
+    assert path.read_bytes()[0] % 8 == 0
     assert content.keys() == {"model/a.weight@0", "model/b@0"}
     assert torch.equal(content["model/a.weight@0"], ONES)
 
 
 def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
-    """The checkpoint does not contain changes of the state after save() returns, and changes of weights after
-    wait_for_copies(), even if writing is retried. All saves copy to the same memory."""
+    """An asynchronous save is not affected by changes of the state after save() returns, or by changes of the weights
+    after wait_for_copies() returns, even if writing is retried.
+
+    All saves copy the weights to the same buffer.
+    """
     checkpointer = make_checkpoints(run, [0])
     changed = threading.Event()
 
@@ -105,9 +108,10 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
 
 
 def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypatch):
-    """The copies wait for all work that training has launched so far.
+    """On a GPU, a separate CUDA stream copies the weights after all work that training has launched, and training waits
+    for the copies.
 
-    They use one buffer of minimal size. It stays pinned from the start to the end.
+    All saves copy to one buffer of minimal size, which stays pinned until the Checkpointer is closed.
     """
     cuda = mock.MagicMock()
     cuda.copy.side_effect = torch._foreach_copy_
@@ -131,7 +135,9 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
     assert torch.equal(target[0].data, ONES)
     checkpointer.world = dataclasses.replace(checkpointer.world, size=2)
     with pytest.raises(KeyError), contextlib.closing(checkpointer):
-        raise KeyError  # an error on one of several ranks: the device can be waiting for a rank that has ended
+        # With an error on one of several ranks, the device can be waiting for a rank that has ended. Unpinning the
+        # buffer would then wait for the device.
+        raise KeyError
     cuda.cudart().cudaHostUnregister.assert_not_called()
     for _ in range(2):
         checkpointer.close()
@@ -165,7 +171,8 @@ def test_what_the_disk_does_not_hold_is_loud_and_never_committed(
 
 
 def test_weights_that_are_not_finite_are_never_committed(run):
-    """Moments are not checked, and can be infinite."""
+    """A save of weights that are not finite is an error, and nothing is committed. Optimizer moments can be infinite,
+    because they are not checked."""
     checkpointer = open_run(run)
     shards = shards_of(float("inf"))
     checkpointer.save(1, shards, {})
@@ -178,7 +185,7 @@ def test_weights_that_are_not_finite_are_never_committed(run):
     assert list_names(run) == ["step_00000001"]
 
 
-FAILURES = []  # the errors that the storage of this process will raise
+FAILURES = []  # one element for each call of os.fsync in this process that will still fail
 
 
 def stumble():
@@ -200,9 +207,10 @@ def refusal(checkpointer, shards):
 
 
 def suffer(world, run):
-    """Saves while the storage of rank 1 has three transient errors, then permanent errors, and then a full disk.
+    """Saves once while the storage of rank 1 has three transient errors, once while every flush fails, and twice with
+    a full disk.
 
-    Returns (errors of the failed saves, remaining files).
+    Returns (the errors of the failed saves, the names in the checkpoints folder).
     """
     os.fsync = stumbling_fsync
     retry.MAX_PAUSE = 0.01
@@ -226,13 +234,13 @@ def suffer(world, run):
 
 @pytest.mark.slow
 def test_what_one_ranks_storage_does_is_withstood_or_loud_on_all(run):
-    """A transient failure does not fail the save.
+    """A transient storage error on one rank is retried, and the save succeeds.
 
-    A permanent failure or a full disk raises an error on every rank at the same step. It names the rank, the file and
-    the reason, and no partial files are left.
+    A permanent error or a full disk on one rank raises an error on every rank at the same step. The message contains
+    the rank, the file and the reason, and no partial files remain.
     """
-    for errors, left in run_ranks(2, suffer, run):
-        assert left == ["step_00000001"]
+    for errors, names in run_ranks(2, suffer, run):
+        assert names == ["step_00000001"]
         for error in errors:
             assert "step 2 " in str(error) and "rank 1 on " in str(error)
         assert "rank_00001.safetensors: Input/output error" in str(errors[0])

@@ -1,4 +1,5 @@
-"""Tests the cost of a checkpoint for very many ranks: bytes sent to rank 0, system calls and open files."""
+"""Tests that checkpoints scale to thousands of ranks: the system calls of rank 0, the bytes that it receives and sends,
+and the number of open files."""
 
 import os
 import resource
@@ -18,8 +19,8 @@ from tests.support.ranks import run_ranks
 
 @pytest.mark.slow
 def test_rank_0_makes_as_many_calls_among_a_thousand_ranks_as_among_64():
-    """The data that rank 0 receives, writes and sends is linear in the number of ranks: tensors with equal pieces
-    share one description, and each rank sends its pieces without names."""
+    """The number of system calls of rank 0 does not depend on the number of ranks, and the bytes that it receives,
+    writes and sends grow at most linearly with it."""
     few, many = (measure(ModelConfig(d_model=64, n_layer=2), ranks) for ranks in (64, 1024))
     for calls in ("save_calls", "start_calls"):
         assert 0 < few[calls] == many[calls] < 25
@@ -28,8 +29,10 @@ def test_rank_0_makes_as_many_calls_among_a_thousand_ranks_as_among_64():
 
 
 def read_with_few_files(_, folder, contents):
-    """Returns (soft limit of open files after a start, tensors) if a process can open fewer files than the
-    checkpoint has."""
+    """Reads a tensor twice from a checkpoint with more files than this process can open.
+
+    Returns (how much start_world has raised the soft limit of open files above those in use, the tensors).
+    """
     highest = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 4, highest + 30))
     start_world()

@@ -1,4 +1,5 @@
-"""Decoding: the most likely continuation, and random drawing with its options."""
+"""Tests mamba_fsdp.inference.decoding: the most likely continuation, and random draws with temperature, top_k and
+top_p."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""`evaluate`: sliding windows, counts of words and bytes, several ranks, JSON."""
+"""Tests `evaluate`: its sliding windows, its counts of words and bytes, and that its results do not depend on the
+number of ranks."""
 
 import dataclasses
 import json
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.torch22
 
 @pytest.fixture
 def run(in_user_folder, answer):
-    """run(*arguments) -> (exit code, stdout, stderr) of evaluate."""
+    """Returns a function run(*arguments), which runs `evaluate` and returns (exit code, stdout, stderr)."""
     return partial(answer, evaluate)
 
 
@@ -42,7 +43,8 @@ def test_each_token_is_scored_once_with_enough_context(model, stride):
     tokens = torch.from_numpy(store.read(0, store.token_count).tokens.astype(np.int64))
     total = 0.0
     scored = 1  # the first token is never predicted
-    # This is the method of transformers' documentation about the perplexity of fixed-length models.
+    # The expected loss is computed as in the page "Perplexity of fixed-length models" of the transformers
+    # documentation.
     for start in range(0, len(tokens), stride):
         end = min(start + window + 1, len(tokens))
         logits = model.network(tokens[None, start : end - 1])[0].float().log_softmax(-1)
@@ -59,7 +61,8 @@ def test_each_token_is_scored_once_with_enough_context(model, stride):
 
 
 def test_windows_are_as_long_as_the_sequences_of_the_training(model, run):
-    """Unless another length is given, or the length of the training is unknown."""
+    """By default, windows are as long as the sequences of the training. If that length is unknown, they have 2,048
+    tokens, or as many as the store can predict."""
     assert mamba_fsdp.evaluate(model, STORE).window == model.weights.seq_length == 32
     model.weights.seq_length = None
     store = TokenStore(STORE)
@@ -67,7 +70,8 @@ def test_windows_are_as_long_as_the_sequences_of_the_training(model, run):
 
 
 def test_words_and_bytes_are_counted_in_the_predicted_text(model, monkeypatch):
-    """The counts do not depend on the windows, nor on how many tokens are decoded at a time."""
+    """Words and bytes are counted in the text of the predicted tokens. The counts do not depend on the windows or on
+    the number of tokens that are decoded at a time."""
     whole = mamba_fsdp.evaluate(model, STORE, seq_length=32)
     store = TokenStore(STORE)
     decode = load_for_prompts(model.tokenizer_path).decode
@@ -80,7 +84,9 @@ def test_words_and_bytes_are_counted_in_the_predicted_text(model, monkeypatch):
     monkeypatch.setattr(text, "TOKENS_PER_CHUNK", store.token_count // 3)
     again = mamba_fsdp.evaluate(model, STORE, seq_length=32, stride=8)
     assert again.bytes == whole.bytes and again.loss != whole.loss
-    assert whole.words <= again.words <= whole.words + 3  # a single document, split into words
+    # The store contains a single document, which is now decoded in several chunks. A word that is cut between two
+    # chunks counts twice.
+    assert whole.words <= again.words <= whole.words + 3
     windows = mamba_fsdp.evaluate("runs/demo", STORE, seq_length=32, stride=8, limit=9)
     assert windows.tokens == 32 + 8 * 8 and windows.words < whole.words
 
@@ -104,8 +110,8 @@ def test_two_ranks_give_the_same_numbers_as_one(in_user_folder, run):
     _, alone, _ = run(*words)
     together = rank_0_output(start_ranks(2, ["evaluate", *words], program=("-m", "mamba_fsdp")))
     found = []
-    for said in (alone, together[together.index("{\n") :]):
-        ((_, told),) = json.loads(said)["data"].items()
-        told.pop("seconds")
-        found.append(told)
+    for output in (alone, together[together.index("{\n") :]):
+        ((_, result),) = json.loads(output)["data"].items()
+        result.pop("seconds")
+        found.append(result)
     assert found[1] == pytest.approx(found[0], rel=1e-6)

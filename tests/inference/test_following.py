@@ -1,4 +1,5 @@
-"""evaluate --follow: evaluates each checkpoint of a run once while it trains."""
+"""Tests mamba_fsdp.inference.following: `evaluate --follow` evaluates each checkpoint of a run once while the run
+trains."""
 
 import io
 import shutil
@@ -22,7 +23,8 @@ def commit(run, step, *marks):
 
 @pytest.fixture
 def follow(tmp_path, monkeypatch):
-    """follow(method, {step: function to call during its evaluation}) -> (the steps that were evaluated, the output)."""
+    """Returns a function follow(method, {step: function to call during the evaluation of this step's checkpoint}),
+    which follows the run in tmp_path and returns (the evaluated steps, the printed text)."""
     monkeypatch.setattr(following, "POLL_SECONDS", 0.0)
 
     def follow_here(way, happens):
@@ -34,16 +36,19 @@ def follow(tmp_path, monkeypatch):
             happens.get(step, lambda: None)()
             return {"data/loss": float(step)}
 
-        told = io.StringIO()
-        following.follow(tmp_path, "data", way, measure, Console(stream=told))
-        return measured, told.getvalue()
+        output = io.StringIO()
+        following.follow(tmp_path, "data", way, measure, Console(stream=output))
+        return measured, output.getvalue()
 
     return follow_here
 
 
 def test_each_checkpoint_is_evaluated_once_until_the_run_is_finished(follow, tmp_path):
-    """A checkpoint that the run removes during its evaluation is skipped; a broken checkpoint is an error. An
-    interrupted command resumes."""
+    """Each checkpoint is evaluated once, also if the command is interrupted and started again, until the run has
+    finished.
+
+    A checkpoint that the run removes during its evaluation is skipped. A broken checkpoint is an error.
+    """
 
     def removes_one():
         shutil.rmtree(tmp_path / "checkpoints" / step_name(2))
@@ -57,14 +62,14 @@ def test_each_checkpoint_is_evaluated_once_until_the_run_is_finished(follow, tmp
         commit(tmp_path, step)
     with pytest.raises(UserError, match="broken"):
         follow("a", {2: removes_one, 3: fails})
-    measured, told = follow(
+    measured, output = follow(
         "a", {3: lambda: commit(tmp_path, 4), 4: lambda: write_status(tmp_path, "finished", 4)}
     )
     over = (
         f"complete   {tmp_path} is finished; the results are in {tmp_path}/evaluations/data.jsonl\n"
     )
     assert measured == [3, 4]
-    assert told == f"step 3: data/loss 3.0000\nstep 4: data/loss 4.0000\n{over}"
+    assert output == f"step 3: data/loss 3.0000\nstep 4: data/loss 4.0000\n{over}"
     assert follow("a", {}) == ([], over)
     assert follow("b", {})[0] == [1, 3, 4]
     lines = read_entries(tmp_path / "evaluations/data.jsonl")
@@ -80,17 +85,19 @@ def test_only_kept_checkpoints_and_the_last_one_are_evaluated(follow, tmp_path):
 
 
 def test_a_change_of_method_evaluates_again(in_user_folder, call, tmp_path):
-    """The method changes with the path of the store, its content, and all options except the ones that only affect the
-    speed."""
+    """A checkpoint is evaluated again if the path or content of the store changes, or an option that affects the
+    results. Options that only affect the speed do not count."""
     stores = tmp_path / "x" / "y", tmp_path / "x_y"
     for store in stores:
         shutil.copytree(in_user_folder / "data/builtin/validation", store)
     run = shutil.copytree("runs/demo", tmp_path / "run")
 
     def measured(store, *words):
-        code, said = call(evaluate, run, store, "--follow", "--limit=2", "--seq_length=32", *words)
-        assert code == 0, said
-        return "step 4: " in said
+        code, output = call(
+            evaluate, run, store, "--follow", "--limit=2", "--seq_length=32", *words
+        )
+        assert code == 0, output
+        return "step 4: " in output
 
     assert measured(stores[0]) and not measured(stores[0], "--batch_size=1")
     assert measured(stores[1]) and measured(stores[0], "--reset_at_documents")

@@ -1,4 +1,4 @@
-"""Generated text is yielded as soon as a character is complete."""
+"""Tests mamba_fsdp.inference.generate: the text that it yields for a stream of tokens, and the tokens of a prompt."""
 
 from types import SimpleNamespace
 
@@ -13,8 +13,10 @@ pytestmark = pytest.mark.torch22
 
 
 def test_a_character_of_several_tokens_is_yielded_when_it_is_complete(monkeypatch, tmp_path):
-    """The end-of-document token and an incomplete last character are not part of the text."""
-    train(["aaa"], 257).save(tmp_path)  # each token is a byte
+    """generate yields a character once all its tokens are known. It stops at the end-of-document token, which is not
+    part of the text, and leaves out an incomplete last character."""
+    # The vocabulary consists of the 256 bytes and the end-of-document token.
+    train(["aaa"], 257).save(tmp_path)
     letters = load_for_prompts(tmp_path)
     model = SimpleNamespace(network=torch.nn.Linear(1, 1), tokenizer_path=tmp_path)
     for text, pieces in (

@@ -1,4 +1,4 @@
-"""evaluate --tasks: compares results of lm-eval on our models with lm-eval's hf model on their exports."""
+"""Tests `evaluate --tasks`, which runs tasks of lm-eval: the results equal those of lm-eval's hf model on an export."""
 
 import importlib.metadata
 import json
@@ -54,7 +54,8 @@ def text_of(draw, words):
 
 @pytest.fixture(scope="session")
 def task_files(tmp_path_factory):
-    """Returns a folder with three tasks. Their questions are between empty and longer than a window."""
+    """Returns a folder with the definitions of TASKS and of two tasks that can't be run. Some questions are empty, and
+    some are longer than a window."""
     folder = tmp_path_factory.mktemp("tasks")
     draw = random.Random(0)
     lines = []
@@ -80,14 +81,16 @@ def task_files(tmp_path_factory):
 
 @pytest.fixture
 def run(in_user_folder, answer, task_files, monkeypatch):
-    """run(*arguments) -> (exit code, stdout, stderr) of evaluate. lm-eval knows only the three tasks, because reading
-    its own tasks takes seconds."""
+    """Returns a function run(*arguments), which runs `evaluate` and returns (exit code, stdout, stderr).
+
+    lm-eval does not load its own tasks, because this takes seconds.
+    """
     monkeypatch.setattr(harness, "TaskManager", partial(TaskManager, include_defaults=False))
     return partial(answer, evaluate)
 
 
 def answers(model, task_files, **options):
-    """Returns {(task, question): the answers of the model}. Numbers are in a list."""
+    """Runs TASKS on a model. Returns {(task, index of the question): list of the model's responses}."""
     manager = TaskManager(include_path=str(task_files), include_defaults=False)
     options |= {"tasks": list(TASKS), "task_manager": manager, "bootstrap_iters": 0}
     found = lm_eval.simple_evaluate(model, **options)
@@ -109,8 +112,11 @@ def assert_same(ours, theirs):
 
 @pytest.mark.slow
 def test_answers_equal_the_hf_model_on_the_export(in_user_folder, task_files, project):
-    """The answers do not depend on the batch size. lm-eval finds the class by its name: the test registers the entry
-    point as a release of lm-eval with plugins does."""
+    """Responses and log-likelihoods equal those of lm-eval's hf model on the export, with another batch size.
+
+    lm-eval finds our class by the name of its entry point. The test registers the entry point in the same way as a
+    release of lm-eval that supports plugins.
+    """
     tomllib = pytest.importorskip("tomllib")  # Python 3.10 does not have it
     groups = tomllib.loads((project / "pyproject.toml").read_text())["project"]["entry-points"]
     ((name, value),) = groups["lm_eval.models"].items()

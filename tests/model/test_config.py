@@ -1,4 +1,5 @@
-"""ModelConfig: patterns of layers, sizes that are derived from others, and errors for models that can't be built."""
+"""Tests mamba_fsdp.model.config: patterns of layers, sizes that are derived from others, and errors for models that
+can't be built."""
 
 from pathlib import Path
 
@@ -50,11 +51,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("values, said", REFUSED, ids=str)
-def test_models_that_can_not_be_built_are_errors_that_name_the_file(values, said):
+@pytest.mark.parametrize("values, message", REFUSED, ids=str)
+def test_models_that_can_not_be_built_are_errors_that_name_the_file(values, message):
     with pytest.raises(UserError) as refused:
         parse_model_config(Path("config.json"), values)
-    assert str(refused.value).startswith("config.json: ") and said in str(refused.value)
+    assert str(refused.value).startswith("config.json: ") and message in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,8 @@ def test_valid_models_are_accepted(values):
 
 
 def test_sizes_have_lower_bounds():
-    """Sizes must be at least 1, or 0 where 0 means that the size is derived from other settings."""
+    """Each size has a lower bound. Unless `least` contains another one, it is 1, or 0 if 0 means that the size is
+    derived from other settings."""
     least = {"vocab_size": 2, "d_conv": 2, "rotary_dim": -1}
     for name, leaf in FIELDS.items():
         if leaf.type is int:

@@ -1,5 +1,5 @@
-"""Initial values have the distributions of the reference, and depend only on the name, shape, config, seed and
-position."""
+"""Tests mamba_fsdp.model.init: the distributions of initial values, and that a value depends only on the parameter, the
+seed and the position in the parameter."""
 
 import math
 import random
@@ -60,8 +60,8 @@ def uniform_between(value, low, high):
         ("backbone.layers.1.mixer.conv1d.weight", 4),
         ("backbone.layers.2.mixer.in_proj.weight", 256),
         ("lm_head.weight", 256),
-        # Projections into the residual stream: divided by sqrt(n_layer), also in layers with an MLP (not by sqrt(2
-        # n_layer)).
+        # The weights of projections into the residual stream are divided by sqrt(n_layer). In layers with an MLP, too,
+        # the divisor is not sqrt(2 n_layer).
         ("backbone.layers.0.mixer.out_proj.weight", 512 * 6),
         ("backbone.layers.1.mixer.out_proj.weight", 512 * 6),
         ("backbone.layers.2.mixer.out_proj.weight", 256 * 6),

@@ -1,4 +1,4 @@
-"""The whole model: its loss, its precision, its construction and its compilation."""
+"""Tests MambaLM, the whole model: its loss, precision, construction and compilation."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from mamba_fsdp.parallel.parallelize import compile_blocks
 from tests.support.models import FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
-# The losses of the models that tests/interop compares with other libraries.
+# Recorded losses of the models that tests/interop compares with other libraries.
 LOSSES = {
     "mamba1": 193.712954,
     "mamba2": 194.838038,
@@ -39,8 +39,8 @@ def assert_gradients_close(found, expected, tolerance):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_is_the_sum_of_cross_entropies_of_the_logits(family):
-    """The sum is over the positions that count. The gradients are equal to the gradients of cross_entropy through the
-    logits. The loss equals the recorded one."""
+    """The loss and its gradients equal those of torch's cross_entropy of the logits, summed over the labels that are
+    not ignored. The loss also equals the recorded one."""
     model = small_model(family, compute_dtype=torch.float64).double()
     tokens = some_tokens(3, 20)
     labels = some_tokens(3, 20, seed=1)
@@ -71,7 +71,8 @@ def test_bf16_is_close_to_fp32_and_keeps_the_residual_stream_in_fp32(family):
     assert {hidden.dtype for hidden, _ in residuals} == {torch.bfloat16}
     assert {residual.dtype for _, residual in residuals} == {torch.float32}
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
-    # The norm of Gated DeltaNet divides by the size of its input, and this is small if q . k is small.
+    # The norm of Gated DeltaNet divides by the root mean square of its input, which is small if q . k is small. The
+    # division increases rounding errors.
     tolerance = 0.3 if family == "gdn" else 0.1
     assert_gradients_close(gradients, exact_gradients, tolerance)
 
@@ -94,10 +95,14 @@ def test_the_constructor_draws_no_random_numbers_and_needs_no_memory_on_meta(fam
 
 @pytest.mark.slow
 def test_compiled_blocks_compute_the_same(monkeypatch):
-    """Compiles a block of each mixer, with document boundaries, as --use_torch_compile does, but without Inductor: it
-    needs half a minute per block. tests/parallel/test_strategies.py compiles a block with Inductor."""
+    """Compiled blocks of each mixer have the loss and gradients of uncompiled ones, also with document boundaries.
+
+    The backend is not Inductor, which needs half a minute per block. tests/parallel/test_strategies.py compiles a block
+    with Inductor.
+    """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    # Earlier compilations with other sizes would make these sizes dynamic, and torch 2.2 compiles dynamic sizes wrongly.
+    # Earlier compilations with other sizes would make these sizes dynamic, and torch 2.2 compiles dynamic sizes
+    # wrongly.
     torch._dynamo.reset()
     tokens = some_tokens(2, 40)
     seq_idx = (torch.arange(39) >= 13).int().expand(2, -1)

@@ -1,5 +1,7 @@
-"""Compares Mamba-3, which layers.py composes of operators, with its definition in float64. tests/interop compares the
-other mixers with transformers and mamba-ssm."""
+"""Tests the Mamba-3 layer of mamba_fsdp.model.layers against the definition of its recurrence, in float64.
+
+tests/interop compares the other mixers with transformers and mamba-ssm.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Context parallelism gives the same losses and gradients as one process, in every family."""
+"""Tests that context parallelism on two ranks gives the losses and gradients of one process, in every family of models
+except Gated DeltaNet."""
 
 import pytest
 

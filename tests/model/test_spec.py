@@ -1,4 +1,4 @@
-"""spec.py: published numbers of parameters, FLOPs counted by hand, operator uses; and the names of presets."""
+"""Tests mamba_fsdp.model.spec (numbers of parameters, FLOPs, operator uses) and mamba_fsdp.model.presets (names)."""
 
 import pytest
 
@@ -29,14 +29,14 @@ def test_parameter_counts_of_the_defaults():
 
 
 def test_operator_uses_of_a_model():
-    """The sizes that decide whether a backend can be used: channels, rows, and the elements of the widest projection of
-    10 tokens."""
+    """operator_uses lists the operators of a model with the sizes that decide whether a backend can be used: channels,
+    rows, and the elements of the widest projection for 10 tokens."""
     uses = operator_uses(ModelConfig(layers=EACH, n_layer=5), "bf16", tokens=10)
-    asked = {
+    sizes = {
         name: [(use.channels, use.rows) for use in found if use.channels or use.rows]
         for name, found in uses.items()
     }
-    assert asked == {
+    assert sizes == {
         **dict.fromkeys(("norm", "loss", "mamba1", "ssd"), []),
         "scan": [(16, 0)],
         "conv": [(256, 0), (288, 0), (288, 0)],
@@ -52,8 +52,8 @@ def test_operator_uses_of_a_model():
 
 
 def test_flops_by_hand_of_each_kind_of_layer():
-    """Counts the multiply-adds per token of the forward pass by hand. Each is 2 FLOPs, and the backward pass takes
-    twice as many."""
+    """flops_per_token equals 6 times the multiply-adds per token of the forward pass, which are counted by hand here. A
+    multiply-add is 2 FLOPs, and the backward pass takes twice as many as the forward pass."""
     vocabulary = dict(d_model=8, vocab_size=32, d_state=4, d_conv=4)
     head = 32 * 8
 

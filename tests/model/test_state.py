@@ -1,4 +1,5 @@
-"""A sequence that is read in windows, with the states that each window returns, gives what one long window gives."""
+"""Tests the states that a model returns: a sequence that is read in windows, each with the states of the previous one,
+has the results of a single long window."""
 
 import pytest
 import torch
@@ -7,7 +8,8 @@ from tests.support.models import FAMILIES, small_model, some_tokens
 
 pytestmark = pytest.mark.torch22
 LENGTH = 41
-# Windows of single tokens, as in generation; windows that are shorter than the convolution; and uneven ones.
+# {name: lengths of windows}. They cover single tokens, as in generation, windows that are shorter than the convolution,
+# and windows of unequal length.
 WINDOWS = {
     "tokens": [1] * LENGTH,
     "prompt": [33] + [1] * 8,
@@ -17,7 +19,7 @@ WINDOWS = {
 
 
 def read_windows(model, tokens, lengths, **options):
-    """Returns the result of each window, and the states after the last one."""
+    """Calls the model on each window. Returns (the result of each window, the states after the last window)."""
     results = []
     states = []
     for window in tokens.split(lengths, dim=1):
@@ -39,7 +41,7 @@ def test_windows_equal_one_long_window(family, lengths):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_flow_through_the_states(family):
-    """The gradients of the sum of the windows' losses are those of the long window's loss."""
+    """The gradients of the summed losses of two windows equal the gradients of the loss of one long window."""
     model = small_model(family, compute_dtype=torch.float64).double()
     tokens = some_tokens(2, LENGTH)
     labels = some_tokens(2, LENGTH)
@@ -55,7 +57,8 @@ def test_gradients_flow_through_the_states(family):
 
 @torch.no_grad()
 def test_states_that_were_given_are_not_changed():
-    """So that several continuations of one text can start from the same states."""
+    """A call does not change the states that it is given. Several continuations of one text can therefore start from
+    the same states."""
     model = small_model("hybrid")
     tokens = some_tokens(1, 12)
     _, states = model(tokens[:, :6], [])

@@ -1,4 +1,4 @@
-"""Differences between versions of torch that change how a run behaves."""
+"""Tests mamba_fsdp.parallel.compat, which hides differences between versions of torch."""
 
 import os
 
@@ -10,8 +10,8 @@ from mamba_fsdp.parallel import compat
 
 @pytest.mark.torch22
 def test_deterministic_algorithms_exclude_flash_attention_of_torch_2_2(monkeypatch):
-    """The flash attention of torch 2.2 uses atomic additions; newer versions have a deterministic form. Empty tensors
-    are not filled either."""
+    """deterministic_algorithms(True) disables flash attention only with torch 2.2, where its backward pass uses atomic
+    additions. Uninitialized memory is not filled, and an existing CUBLAS_WORKSPACE_CONFIG is kept."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with compat.deterministic_algorithms(True):

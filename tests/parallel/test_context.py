@@ -1,5 +1,7 @@
-"""Context parallelism gives the losses and gradients of one process with whole sequences. tests/model/test_shared.py
-tests every family on two ranks."""
+"""Tests that context parallelism gives the losses and gradients of one process with whole sequences.
+
+tests/model/test_shared.py tests every family on two ranks.
+"""
 
 from functools import partial
 
@@ -16,11 +18,11 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
 
-# {length: positions at which documents start in each of two rows}. They cover starts at the boundary between two ranks,
-# directly after it, elsewhere, and a row without a start.
+# {length: positions at which documents start in each of two rows}. Documents start at the boundary between two ranks,
+# directly after it, and elsewhere. In one row no document starts.
 STARTS = {2: ([1], [5]), 37: ([10, 11, 19, 36], [16, 20]), 64: ([16, 32, 47], [99])}
-# {number of ranks: [(family, length, with documents, how blocks run)]}. Recomputed and compiled cases must come last,
-# because they change the modules for the rest of the process.
+# {number of ranks: [(family, sequence length, whether documents are reset, how blocks are run)]}. Recomputed and
+# compiled cases must come last, because they change modules of this process.
 CASES = {
     3: [(family, 37, False, "eager") for family in ("everything", "mamba3", "hybrids")]
     + [("everything", 37, True, "eager"), ("hybrid", 37, True, "recomputed")],
@@ -63,7 +65,7 @@ def loss_and_gradients(model, batch):
 
 
 def errors(world, cases):
-    """Returns the largest relative error of each case."""
+    """Compares each case with one process. Returns {case: the largest relative error of its loss and gradients}."""
     settings = TrainConfig()
     settings = settings.with_values(context_parallel=world.size)
     context = ContextGroup.create(world, world.size)
@@ -104,8 +106,8 @@ def errors(world, cases):
     ids=["3 ranks", "4 ranks", "compiled"],
 )
 def test_shared_sequences_give_the_loss_and_gradients_of_whole_ones(size, cases):
-    """The cases include lengths that the number of ranks does not divide, fewer positions than ranks, and documents
-    that start anywhere."""
+    """Ranks that share sequences compute the loss and gradients of whole sequences, also if the number of ranks does
+    not divide the length, if there are fewer positions than ranks, and wherever documents start."""
     for error_of in run_ranks(size, errors, cases):
         for case, error in error_of.items():
             assert error < 1e-12, case

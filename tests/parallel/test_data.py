@@ -1,4 +1,4 @@
-"""On several ranks, only rank 0 opens all files of the token stores when a run starts."""
+"""Tests that only rank 0 opens all files of the token stores when a run starts on several ranks."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 
 
 def files_opened_at_start(world, settings):
-    """Returns the files of the store that this rank has opened before training starts."""
+    """Prepares a run, and returns the names of the store's files that this rank has opened."""
     opened = []
 
     def notice(event, arguments):
@@ -36,7 +36,8 @@ def files_opened_at_start(world, settings):
 
 
 def test_only_rank0_opens_the_files_of_a_store_at_the_start(tmp_path):
-    """The other ranks open a file when they read from it."""
+    """At the start of a run, rank 0 opens every file of the store, and other ranks open none: they open a file when
+    they first read from it."""
     how = dict(vocab_size=64, eos=0, tokenizer="none", shard_tokens=100)
     store = write_store(tmp_path / "store", [range(1, 10)] * 40, **how)
     places = {"dataset_path": store.path, "save_ckpt_path": tmp_path / "run"}
@@ -44,5 +45,5 @@ def test_only_rank0_opens_the_files_of_a_store_at_the_start(tmp_path):
     settings = resolved(**TINY | places | unvalidated)
     files = [f"{number:05d}.{suffix}" for number in range(4) for suffix in ("bin", "doc")]
     first, second = run_ranks(2, files_opened_at_start, settings)
-    index = first.count("index.json")  # it is opened several times
+    index = first.count("index.json")  # how often it was opened
     assert first == [*sorted(files), *["index.json"] * index] and second == []

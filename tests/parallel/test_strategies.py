@@ -1,4 +1,5 @@
-"""Every sharding strategy trains like one process. Memory, precision and recomputation are as configured."""
+"""Tests that every sharding strategy trains like one process, and that precision, stored shards and recomputation are
+as configured."""
 
 import dataclasses
 import functools
@@ -27,7 +28,7 @@ MUON = {"optimizer": "muon"}
 ONE_LAYER = dataclasses.replace(SMALL, n_layer=1)
 RECOMPUTING = {"fsdp_activation_checkpointing": True}
 UNSHARDED = {"accumulate_unsharded": True}
-WHOLE = (".A_log", ".D", ".dt_proj.bias")  # parameters that every rank stores whole
+WHOLE = (".A_log", ".D", ".dt_proj.bias")  # suffixes of the parameters that every rank stores whole
 
 
 def each(world, function, *cases):
@@ -51,7 +52,7 @@ def one_process(optimizer="adamw", config=SMALL):
     return trajectory(start_world(), how, 2)
 
 
-# {number of ranks: (settings, micro-batches)}
+# Cases for two ranks and for four: (settings of `build`, number of micro-batches).
 TWO = [
     (DDP, 4),
     (FSDP, 4),
@@ -71,13 +72,14 @@ COMPILED = [(FSDP | RECOMPUTING | {"use_torch_compile": True, "config": ONE_LAYE
     [
         (2, HAS_FSDP2, TWO),
         pytest.param(4, HAS_FSDP2, FOUR, marks=pytest.mark.slow),
-        pytest.param(4, False, FOUR, marks=pytest.mark.slow),  # the only such case with torch 2.2
+        # With torch 2.2, which has only FSDP1, this case equals "4 ranks".
+        pytest.param(4, False, FOUR, marks=pytest.mark.slow),
         pytest.param(2, HAS_FSDP2, COMPILED, marks=pytest.mark.slow),
     ],
     ids=["2 ranks", "4 ranks", "FSDP1", "compiled"],
 )
 def test_every_strategy_trains_as_one_process_does(ranks, has_fsdp2, cases):
-    """Losses, gradient norms, weights and optimizer state do not depend on the number of ranks, the strategy or the
+    """Losses, gradient norms, weights and optimizer state do not depend on the strategy, the number of ranks or the
     number of micro-batches."""
     for results in run_ranks(ranks, trajectories, has_fsdp2, cases):
         for (how, _), (records, tensors) in zip(cases, results):
@@ -90,38 +92,41 @@ def test_every_strategy_trains_as_one_process_does(ranks, has_fsdp2, cases):
 
 
 def step_in_half_precision(world, how):
-    """Takes a step in bf16. Returns its loss, its gradient norm, the dtypes of a mixer's weights in the forward pass by
-    name, and the dtypes of stored weights and gradients."""
+    """Takes a step in bf16. Returns (loss, gradient norm, {name: dtype in the forward pass} of a mixer's weights, set
+    of the dtypes of stored weights and gradients)."""
     parallel, optimizer = build(world, dtype=torch.bfloat16, **how)
-    seen = {}
+    gathered = {}
 
-    def look(mixer, _):
-        seen.update((name, weight.dtype) for name, weight in mixer.named_parameters())
+    def note_dtypes(mixer, _):
+        gathered.update((name, weight.dtype) for name, weight in mixer.named_parameters())
 
-    parallel.model.backbone.layers[0].mixer.register_forward_pre_hook(look)
+    parallel.model.backbone.layers[0].mixer.register_forward_pre_hook(note_dtypes)
     ((loss, norm, _),) = train(world, parallel, optimizer, [0])
-    kept = {slot.local.dtype for slot in parallel.slots}
-    kept |= {slot.local.grad.dtype for slot in parallel.slots if slot.local.grad is not None}
-    return loss, norm, seen, kept
+    stored = {slot.local.dtype for slot in parallel.slots}
+    stored |= {slot.local.grad.dtype for slot in parallel.slots if slot.local.grad is not None}
+    return loss, norm, gathered, stored
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how, gathered", [(DDP, torch.float32), (FSDP, torch.bfloat16)], ids=str)
 def test_a_step_in_bf16_is_close_to_fp32_and_its_recurrence_stays_fp32(how, gathered):
-    """In the forward pass, projections have the dtype in which they were gathered. Stored weights and gradients are
-    fp32."""
+    """A step in bf16 has nearly the loss and gradient norm of fp32. The parameters of the recurrence, stored weights
+    and stored gradients are fp32. With FSDP, other weights are gathered in bf16."""
     (loss, norm, _), *_ = one_process()[0]
-    for half_loss, half_norm, seen, kept in run_ranks(2, step_in_half_precision, how):
+    for half_loss, half_norm, dtypes, stored in run_ranks(2, step_in_half_precision, how):
         assert half_loss == pytest.approx(loss, rel=5e-3)
         assert half_norm == pytest.approx(norm, rel=3e-2)
         of_recurrence = dict.fromkeys(("A_log", "D", "dt_proj.bias"), torch.float32)
-        assert seen == dict.fromkeys(seen, gathered) | of_recurrence
-        assert kept == {torch.float32}
+        assert dtypes == dict.fromkeys(dtypes, gathered) | of_recurrence
+        assert stored == {torch.float32}
 
 
 def train_with_bad_losses(world, how, dtype):
-    """Takes five steps. On rank 1, the loss is NaN in the second and infinite in the third; in the fourth, the norm of
-    the gradient is infinite. Returns (whether it was applied, whether weights and moments are unchanged) per step."""
+    """Takes five steps. On rank 1, the loss of the second step is NaN, the loss of the third step is infinite, and the
+    gradient norm of the fourth step is infinite.
+
+    Returns [(whether the step was applied, whether weights and moments are unchanged)].
+    """
     parallel, optimizer = build(world, dtype=dtype, **how)
     shards = parallel.shards(optimizer)
     found = []
@@ -145,7 +150,7 @@ def test_a_non_finite_loss_on_one_rank_changes_the_weights_of_no_rank():
 
 
 def stored_fraction(world, how):
-    """Returns which fraction of the elements of sharded tensors this rank stores."""
+    """Returns the fraction of the elements of all sharded tensors that this rank stores."""
     parallel, _ = build(world, **how)
     cut = [shard for shard in parallel.shards() if not shard.name.endswith(WHOLE)]
     held = sum(shard.data.numel() for shard in cut)
@@ -163,12 +168,14 @@ def test_each_rank_stores_its_shard_only(ranks, how, parts):
     [("1", [1, 1, 1, 1, 1, 1]), ("1/2", [1, 0, 1, 0, 1, 0]), ("1/3", [0, 1, 0, 0, 1, 0])],
 )
 def test_which_blocks_recompute(share, expected):
-    """Block i, counted from 1, recomputes if i * share reaches 0.5, 1.5, 2.5, ... there."""
+    """Block i, counted from 1, recomputes its activations if one of 0.5, 1.5, 2.5, ... is above (i - 1) * share and at
+    most i * share."""
     assert select_recomputed(6, Fraction(share)) == expected
 
 
 def test_kernels_of_libraries_are_not_compiled(monkeypatch):
-    """Tracing the autograd functions of other libraries would fail or break graphs."""
+    """compile_blocks excludes the kernels of other libraries from compilation, because tracing their autograd functions
+    would fail or break the graph."""
     for name in fused.FUNCTIONS:
         monkeypatch.setattr(fused, name, getattr(fused, name))  # restores it at the end of the test
     compile_blocks([])
@@ -176,7 +183,7 @@ def test_kernels_of_libraries_are_not_compiled(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "asked, ranks, of_a_node, chosen",
+    "configured, ranks, of_a_node, chosen",
     [
         ("auto", 1, 1, "none"),
         ("auto", 2, 2, "fsdp"),
@@ -185,9 +192,9 @@ def test_kernels_of_libraries_are_not_compiled(monkeypatch):
         ("hsdp", 4, 1, "ddp"),
     ],
 )
-def test_choose_strategy(asked, ranks, of_a_node, chosen):
+def test_choose_strategy(configured, ranks, of_a_node, chosen):
     world = World(0, ranks, of_a_node, CPU)
-    assert choose_strategy(ParallelConfig(sharding_strategy=asked), world) == chosen
+    assert choose_strategy(ParallelConfig(sharding_strategy=configured), world) == chosen
 
 
 def refusal(world, how):
@@ -215,6 +222,6 @@ def test_settings_that_do_not_fit_are_errors(how, word):
 
 
 def test_fsdp_needs_no_launcher():
-    """A single process without torchrun can shard its model. It trains as it does without sharding."""
+    """A single process that was not started by torchrun can use FSDP, and trains as it does without sharding."""
     [(records, _)] = run_ranks(1, trajectory, FSDP, 2, launched=False)
     torch.testing.assert_close(records, one_process()[0], rtol=2e-5, atol=2e-5)

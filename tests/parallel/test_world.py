@@ -1,4 +1,4 @@
-"""World: collectives, errors on some ranks, and how the ranks find each other."""
+"""Tests mamba_fsdp.parallel.world: collectives, errors on some ranks, and how ranks connect to each other."""
 
 import time
 import weakref
@@ -37,8 +37,8 @@ def talk(world):
 
 @pytest.mark.slow
 def test_collectives():
-    """Every rank gets the object of rank 0, the sums, and the findings of all ranks. Rank 0 gets all objects in
-    order."""
+    """Each collective returns its documented result on every rank. gather_on_rank0 returns an empty list on the other
+    ranks."""
     for rank, result in enumerate(run_ranks(3, talk)):
         gathered = [0, 10, 20] if rank == 0 else []
         assert result == (
@@ -55,17 +55,18 @@ def test_collectives():
 
 
 def test_one_process_needs_no_launcher(monkeypatch):
-    """Without torchrun there is one rank, its collectives do not communicate, and there is no process group."""
+    """Without torchrun, start_world returns a world of one rank, whose collectives work without a process group."""
     monkeypatch.delenv("RANK", raising=False)
     world = start_world()
-    said = ([0], 0, [1.0, 0.0], [0, 1], [0.0], (0, 1, 1, None), ["all"], "0")
-    assert talk(world)[1:] == said
+    expected = ([0], 0, [1.0, 0.0], [0, 1], [0.0], (0, 1, 1, None), ["all"], "0")
+    assert talk(world)[1:] == expected
     assert not dist.is_initialized()
     world.close()
 
 
 def start_worlds_again(world):
-    """Returns the sums over ranks after an exception, when closing the world does nothing, and in two later worlds."""
+    """Returns three sums over ranks: one in the given world after close() was called in an exception handler, where it
+    has no effect, and one in each of two later worlds."""
     try:
         raise KeyError
     except KeyError:
@@ -73,7 +74,7 @@ def start_worlds_again(world):
     sums = [world.all_reduce_sum(world.rank)]
     for _ in range(2):
         world.close()
-        # Rank 0 is late, as after a training when it publishes the model.
+        # Rank 0 starts late, as it does when it publishes a model after a training.
         time.sleep(0.5 * (world.rank == 0))
         world = start_world(timeout_minutes=0.3)
         sums.append(world.all_reduce_sum(world.rank))
@@ -81,7 +82,7 @@ def start_worlds_again(world):
 
 
 def close_and_check_groups(world):
-    """Returns whether the process groups have been freed after the world is closed."""
+    """Closes the world, and returns whether all its process groups have been freed."""
     world.grid(1)
     groups = [weakref.ref(group) for group in (dist.group.WORLD, *world._groups)]
     world.close()
@@ -90,19 +91,25 @@ def close_and_check_groups(world):
 
 @pytest.mark.slow
 def test_no_thread_of_a_group_outlives_its_world():
-    """A thread that frees a tensor while the interpreter ends aborts the process. With torch 2.2 the groups are kept,
-    because freeing them could hang."""
+    """Closing a world frees its process groups, and thereby ends their threads. Otherwise a thread that frees a tensor
+    while the interpreter exits would abort the process. With torch 2.2 the groups are not freed, because this could
+    hang."""
     assert run_ranks(2, close_and_check_groups) == [not is_torch_2_2()] * 2
 
 
 @pytest.mark.slow
 def test_processes_can_train_several_times():
-    """The ranks find each other again, without the addresses of the previous world."""
+    """After a world has been closed, the same processes can start another one. Its ranks do not use the addresses of
+    the previous world."""
     assert run_ranks(2, start_worlds_again) == [[1, 1, 1]] * 2
 
 
 def wait_for_progress(world, folder):
-    """On rank 1 the work makes progress until rank 0 notices. On rank 0 the work only waits for that progress."""
+    """Runs work on both ranks until rank 0 has noticed the progress of rank 1. Returns the rank.
+
+    The work of rank 1 makes progress all the time. The work of rank 0 only waits until the progress of rank 1 has
+    updated `progress.last` on rank 0.
+    """
     before, noticed = progress.last, folder / "noticed"
 
     def work():
@@ -136,18 +143,18 @@ def fail_on_one(world, method):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "method, told",
+    "method, results",
     [
         ("run_local", ["done", "StorageError: mine alone"]),
         ("on_all_ranks", ["StorageError: mine alone"] * 2),
     ],
 )
-def test_an_error_on_one_rank_is_raised_there_or_on_all_ranks(method, told):
-    assert run_ranks(2, fail_on_one, method) == told
+def test_an_error_on_one_rank_is_raised_there_or_on_all_ranks(method, results):
+    assert run_ranks(2, fail_on_one, method) == results
 
 
 def fail_first(world):
-    told = []
+    errors = []
     for error in (
         UserError("a mistake"),
         OSError(28, "disk full", "FILE"),
@@ -163,8 +170,8 @@ def fail_first(world):
         try:
             world.on_rank0(action)
         except UserError as failure:
-            told.append((failure.exit_code, str(failure)))
-    return world.on_rank0(lambda: world.rank), told
+            errors.append((failure.exit_code, str(failure)))
+    return world.on_rank0(lambda: world.rank), errors
 
 
 @pytest.mark.slow
@@ -191,7 +198,8 @@ def test_incomplete_environment_variables_are_an_error(monkeypatch):
 
 
 def test_leftover_variables_of_another_launcher_are_named(monkeypatch, capfd):
-    """Without torchrun, a rank prints which ranks it waits for, and fails after a timeout."""
+    """If the variables of a launcher are set but the other ranks do not start, a rank prints how many ranks it waits
+    for, and fails after a timeout. The error lists the variables to unset."""
     names = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
     held = hold_port()
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": held.getsockname()[1]}
@@ -205,8 +213,8 @@ def test_leftover_variables_of_another_launcher_are_named(monkeypatch, capfd):
 
 
 def test_missing_ranks_are_an_error(monkeypatch):
-    """torchrun leaves out a node if its clock is late, and starts the other ranks. They would train with a smaller
-    batch."""
+    """If fewer ranks have started than expected, start_world raises an error. torchrun leaves out a node if its clock
+    is late, and the other ranks would train with a smaller batch."""
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     for name, value in {**names, EXPECTED_RANKS: "2"}.items():
         monkeypatch.setenv(name, value)
@@ -229,7 +237,8 @@ TOO_OLD = "can't open the GPUs that the driver shows: too old"
     ],
 )
 def test_each_process_uses_its_gpu(monkeypatch, opened, driver, environment, expected):
-    """Without a GPU, it uses the CPU."""
+    """Each process uses the GPU of its local rank, or the CPU if the node has no GPU. It is an error if the node has
+    too few GPUs, or if it has GPUs that can't be opened."""
     monkeypatch.delenv("RANK", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,5 @@
-"""Estimates of training: memory and time of a step, figures of devices, and the best settings that fit."""
+"""Tests mamba_fsdp.planning.estimate: the estimated memory and time of a step, the figures of devices, and the choice
+of the fastest settings that fit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ SMALL = {"d_model": 2048, "n_layer": 8, "seq_length": 2048, "global_batch_size":
 
 
 def rounded(parts):
-    """Returns the parts that are not zero, with four digits."""
+    """Rounds the values of a dict to four digits and leaves out zeros."""
     found = {}
     for part, value in parts.items():
         number = float(f"{value:.4g}")
@@ -28,7 +29,8 @@ def rounded(parts):
 
 @pytest.mark.parametrize("line", ESTIMATES)
 def test_estimates_equal_the_recorded_ones(line, golden):
-    """The recorded estimates cover each strategy, mixer, precision and optimizer."""
+    """Estimates equal the recorded ones in estimates.yaml, which cover each strategy, mixer, precision and
+    optimizer."""
     name, machine, nodes, *words = line.split()
     given = dict(word.split("=", 1) for word in words)
     found = estimate(resolved(model_name=name, **given), int(nodes), INSTANCES[machine])

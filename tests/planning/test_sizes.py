@@ -1,4 +1,5 @@
-"""`plan --hours`: three sizes of a model for a given time. The middle one is nearest to 20 tokens per parameter."""
+"""Tests mamba_fsdp.planning.sizes: `plan --hours` proposes three sizes of a model that can be trained in a given time.
+The middle one is nearest to 20 tokens per parameter."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -85,7 +86,8 @@ sbatch --nodes=2 1.train.sbatch --vocab_size=256 --d_model=192 --n_layer=6 --mod
 
 
 def test_the_report_for_a_small_machine():
-    """The two smaller sizes fit because they recompute activations; the larger one does not fit."""
+    """The report lists three sizes with their commands. On this machine, the two smaller sizes fit because they
+    recompute activations, and the larger size does not fit."""
     sizes = plan_sizes({"vocab_size": "256"}, None, NARROW, measure_pace=None)
     assert "\n".join(report_sizes(sizes, NARROW)) == REPORT
     enough = "\n".join(report_sizes(choose_sizes(size_of), replace(HERE, data_tokens=10**7)))

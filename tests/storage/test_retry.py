@@ -1,4 +1,4 @@
-"""Files on unreliable storage: transient errors are retried, and small files are replaced atomically."""
+"""Tests mamba_fsdp.storage.retry, which retries transient errors of the storage and replaces small files atomically."""
 
 import errno
 import os
@@ -15,7 +15,8 @@ pytestmark = pytest.mark.torch22
 
 @pytest.fixture
 def slept(monkeypatch):
-    """The list of pauses. Sleeping takes no time in these tests."""
+    """Replaces time.sleep and time.monotonic, so that pauses take no time. Returns the list of the pauses in
+    seconds."""
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(time, "monotonic", lambda: 100 + sum(pauses))
@@ -23,12 +24,12 @@ def slept(monkeypatch):
 
 
 def failing(times, number=errno.EIO):
-    """Returns an action that fails several times and then succeeds."""
-    left = [OSError(number, os.strerror(number))] * times
+    """Returns a function that raises an OSError with this errno the first `times` times, and then returns "done"."""
+    errors = [OSError(number, os.strerror(number))] * times
 
     def action():
-        if left:
-            raise left.pop()
+        if errors:
+            raise errors.pop()
         return "done"
 
     return action
@@ -36,7 +37,8 @@ def failing(times, number=errno.EIO):
 
 @pytest.mark.parametrize("rank", ["", "3"])
 def test_a_transient_error_is_retried_after_growing_pauses(slept, capsys, monkeypatch, rank):
-    """The retry is reported once, with the rank if there are several."""
+    """Pauses between retries double. The first retry and the success after it are each reported once, with the rank if
+    RANK is set."""
     if rank:
         monkeypatch.setenv("RANK", rank)
     assert retry.retry_io(failing(4), "file") == "done"
@@ -63,7 +65,8 @@ def test_what_does_not_pass_is_raised_at_once(slept, capsys):
 
 
 def test_what_is_there_is_told_from_what_the_storage_does_not_say(tmp_path, monkeypatch):
-    """Links are followed. A folder that can't be listed raises an error instead of an empty list."""
+    """exists, is_file, is_folder and list_names follow symbolic links and accept missing paths. If the storage does not
+    answer, they raise an error instead of treating the path as missing."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "file").write_text("1234")
@@ -101,19 +104,20 @@ def test_a_folder_is_measured_and_removed_without_what_its_links_lead_to(tmp_pat
 
 
 def test_a_file_is_replaced_whole_once_its_data_is_durable(tmp_path, monkeypatch):
-    """Until then, the content is in a temporary file in the folder `own`."""
+    """write_for_user replaces a file only after the new content has been flushed to the disk. Until then, the content
+    is in a temporary file in the folder `own`."""
     path = tmp_path / "file"
     path.write_text("old")
     own = tmp_path / "own"
     own.mkdir()
-    seen = []
+    flushes = []
 
     def flush(_):
-        seen.append((path.read_text(), os.listdir(own) != []))
+        flushes.append((path.read_text(), os.listdir(own) != []))
 
     monkeypatch.setattr(os, "fsync", flush)
     retry.write_for_user(path, "new", own)
-    assert seen == [("old", True), ("new", False)]
+    assert flushes == [("old", True), ("new", False)]
 
 
 def test_a_rename_that_reports_an_error_though_it_succeeded_is_none(tmp_path, monkeypatch, slept):
@@ -131,7 +135,8 @@ def test_a_rename_that_reports_an_error_though_it_succeeded_is_none(tmp_path, mo
 
 
 def test_a_hidden_name_is_new_and_found_again(tmp_path):
-    """Files of other programs, and temporary files for other names, are not listed."""
+    """temporary_path returns a new name at each call. list_temporary_paths finds these files, but not files of other
+    programs or temporary files for other names."""
     hidden = {retry.temporary_path(tmp_path / "a+b") for _ in range(2)}
     others = [retry.temporary_path(tmp_path / other) for other in ("aab", "a+b.c")]
     for path in (*hidden, *others, tmp_path / ".a+b.snapshot"):
@@ -151,8 +156,8 @@ def test_a_pipe_or_a_huge_file_is_no_file_to_read(tmp_path):
 
 
 def test_a_file_whose_flush_failed_is_written_again(tmp_path, monkeypatch, slept):
-    """The first flush can lose data even if a second flush succeeds. A file that fails when it is closed is written
-    again too."""
+    """If a flush fails, the whole file is written again: a failed flush can lose data even if a second flush
+    succeeds."""
     flush = failing(2)
     monkeypatch.setattr(os, "fsync", lambda _: flush())
     written = []

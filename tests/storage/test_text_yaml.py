@@ -1,11 +1,12 @@
-"""YAML files of users: scalar values are read as text, and errors have one line."""
+"""Tests mamba_fsdp.storage.text_yaml: YAML values are read as text, and each mistake in a file is an error of one
+line."""
 
 import pytest
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.storage.text_yaml import load_yaml
 
-# Nested aliases that expand to 2 ** 40 values.
+# A small file whose nested aliases expand to 2 ** 40 values.
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 WRONG = {
     BOMB: "can't be read as YAML: .*a0 stands for more than one value",
@@ -25,7 +26,8 @@ def file(tmp_path):
 
 @pytest.mark.parametrize("is_own", [False, True])
 def test_every_value_stays_text(file, is_own):
-    """Only null becomes None. It means the default."""
+    """load_yaml returns every scalar as text. Only null becomes None, which means the default. In files of this program
+    (is_own=True), null is text too."""
     file.write_text("a: &one 01\nb: [yes, 1e3, *one]\nc: 'null'\nd: none\n")
     expected = {"a": "01", "b": ["yes", "1e3", "01"], "c": "null", "d": "none"}
     assert load_yaml(file, is_own) == expected

@@ -1,4 +1,5 @@
-"""Untrusted JSON is converted to the expected types, or gives an error of one line."""
+"""Tests mamba_fsdp.storage.typed_json: untrusted JSON becomes a dataclass of the expected types, or is an error of one
+line."""
 
 from dataclasses import dataclass, field
 from typing import Any
