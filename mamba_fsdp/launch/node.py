@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from mamba_fsdp.errors import StorageError, UserError, first_line
@@ -72,7 +71,7 @@ def main(run: Path, args: list[str]) -> int:
     folder = Path(run, STARTS, options.rdzv_id)
     remove_earlier_outcome(folder)
     os.environ[START_VARIABLE] = str(folder)
-    os.environ.setdefault(OLD_STOP_VARIABLE, retry_io(partial(stop_file_id, str(run)), run))
+    os.environ.setdefault(OLD_STOP_VARIABLE, retry_io(stop_file_id, run, str(run)))
     # If this process is killed, job.py removes the folders that match this name.
     with tempfile.TemporaryDirectory(prefix=f"mamba-train-{os.getpid()}-") as scratch:
         first_node = options.rdzv_endpoint.rpartition(":")[0] or options.master_addr

@@ -164,7 +164,7 @@ class Lease:
         """
         content = json.dumps(asdict(Holder.this_process()), indent=1).encode()
         self.content = content
-        while not retry_io(partial(self._claim, content), self.file):
+        while not retry_io(self._claim, self.file, content):
             seen = self.read_snapshot()
             if seen is None or seen.content == content:
                 continue

@@ -55,7 +55,7 @@ class Log:
         self.failing = False
         kept = b""
         if step:
-            kept = retry_io(lambda: _lines_up_to(path, step), path)
+            kept = retry_io(_lines_up_to, path, path, step)
         self.size = len(kept)
         lease.write(path, kept)
 

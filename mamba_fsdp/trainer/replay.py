@@ -262,8 +262,6 @@ def compare_tensors(context: TrainContext, checkpoint: Path) -> str:
         return names
 
     names = context.world.gather_unique(context.world.on_all_ranks(differing))
-    return (
-        f"{names[0]} differs from {checkpoint} ({format_count(len(names), 'tensor')} in all)"
-        if names
-        else ""
-    )
+    if not names:
+        return ""
+    return f"{names[0]} differs from {checkpoint} ({format_count(len(names), 'tensor')} in all)"

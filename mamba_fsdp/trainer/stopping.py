@@ -14,10 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-
-import torch
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
@@ -65,11 +62,9 @@ class StopRequest:
             self.files.append(run_folder / STOP)
             if START_VARIABLE in os.environ:
                 self.files.append(Path(os.environ[START_VARIABLE], STOP))
-        self.old_stop_id = (
-            os.environ[OLD_STOP_VARIABLE]
-            if OLD_STOP_VARIABLE in os.environ
-            else self._stop_file_id()
-        )
+        self.old_stop_id = os.environ.get(OLD_STOP_VARIABLE)
+        if self.old_stop_id is None:
+            self.old_stop_id = self._stop_file_id()
 
     def __enter__(self) -> "StopRequest":
         if self.old_stop_id and self._stop_file_id() == self.old_stop_id:
@@ -91,11 +86,9 @@ class StopRequest:
 
     def _stop_file_id(self) -> str:
         """Returns names.stop_file_id of the user's STOP file on rank 0, and "" on other ranks."""
-        return (
-            retry_io(partial(stop_file_id, str(self.run_folder)), self.run_folder)
-            if self.files
-            else ""
-        )
+        if not self.files:
+            return ""
+        return retry_io(stop_file_id, self.run_folder, str(self.run_folder))
 
     def _remove_user_stop_file(self) -> None:
         if self.files:
@@ -130,8 +123,7 @@ class StopRequest:
 
     def any_rank_asked(self, world: World) -> bool:
         """Returns whether any rank has been asked to stop. All ranks call it."""
-        asked = torch.tensor(float(self.check()), dtype=torch.float64, device=world.device)
-        return bool(world.all_reduce_sum(asked) > 0)
+        return world.all_reduce_sum(int(self.check())) > 0
 
 
 def _read_reason(file: Path) -> str:

@@ -92,11 +92,10 @@ def main(model: str, data: str = "", *, options: CommandConfig) -> None:
     if bool(data) == bool(options.tasks):
         raise UserError("evaluate: give either DATA or --tasks=NAME,...")
     # Importing torch takes seconds; mistakes in the arguments are reported before.
-    if options.tasks:
-        if importlib.util.find_spec("lm_eval") is None:
-            raise UserError(
-                f"--tasks needs a package that is not installed: {install_command('lm-eval')}"
-            )
+    if options.tasks and importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            f"--tasks needs a package that is not installed: {install_command('lm-eval')}"
+        )
     if options.follow:
         follow_run(Path(model), data, options)
     elif options.tasks:
