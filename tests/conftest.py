@@ -91,8 +91,8 @@ LONGEST_FIRST = [
 ]
 
 
-def place_in_line(item):
-    file = "/".join(item.path.parts[-3:])  # independent of symbolic links to the checkout
+def collection_order(item):
+    file = "/".join(item.path.parts[-3:])  # the path of the checkout can contain links
     for place, start in enumerate(LONGEST_FIRST):
         if file.startswith(start):
             return place
@@ -100,7 +100,7 @@ def place_in_line(item):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=place_in_line)
+    items.sort(key=collection_order)
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,9 @@ from mamba_fsdp.checkpoint.contents import BrokenCheckpointError, read_contents,
 from mamba_fsdp.checkpoint.restore import find_checkpoint, load
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.parallel.model import Shard
-from mamba_fsdp.storage import retry
 from tests.support.checkpoints import (
     WORLD,
-    as_whole,
+    assume_verified,
     edit,
     flip,
     make_checkpoints,
@@ -129,7 +128,7 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype):
     assert checkpointer.resume(verified).contents.state == {"step": 1}
     read = parts_of(dtype)
     read[0].data[20:30] = 1  # these count as loaded during verification
-    checkpoint = as_whole(checkpointer.last)
+    checkpoint = assume_verified(checkpointer.last)
     checkpoint.filled["model/a.weight"] = [(50, 60)]
     load(checkpoint, read, WORLD)
     for target in (verified, read):
@@ -152,7 +151,7 @@ def test_a_file_that_was_committed_with_an_odd_header_is_broken(run, old, new, w
     path = make_checkpoints(run, [1]).last / RANK_FILE
     path.write_bytes(path.read_bytes().replace(old, new))
     with pytest.raises(UserError, match=f"{RANK_FILE} is broken: {words}"):
-        load(as_whole(path.parent), shards_of(0), WORLD)
+        load(assume_verified(path.parent), shards_of(0), WORLD)
 
 
 def tensor_b(shape=(7,), dtype="F32", ranges=1):
@@ -204,7 +203,6 @@ def test_a_checkpoint_that_storage_does_not_give_is_not_broken(run, monkeypatch,
     """A checkpoint that can't be read because of a storage error raises StorageError. Loading an older checkpoint
     would lose steps, although a later start could read the newest one."""
     make_checkpoints(run, [1, 2])
-    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
     Disk(monkeypatch, run).lose(f"step_00000002/{file}")
     with pytest.raises(StorageError, match=f"{file}: Input/output error"):
         find_checkpoint(run, WORLD, report=pytest.fail)
@@ -243,4 +241,4 @@ MANY = {f"c{number}": (2,) for number in range(7)}
 def test_tensors_that_don_t_fit_are_refused_by_name(run, wanted, words):
     target = [Shard(name, shape, 0, torch.zeros(shape).view(-1)) for name, shape in wanted.items()]
     with pytest.raises(UserError, match=words):
-        load(as_whole(make_checkpoints(run, [1]).last), target, WORLD)
+        load(assume_verified(make_checkpoints(run, [1]).last), target, WORLD)

@@ -10,7 +10,6 @@ from mamba_fsdp.checkpoint.contents import read_contents
 from mamba_fsdp.checkpoint.folder import Reader
 from mamba_fsdp.checkpoint.restore import find_checkpoint, find_newest_checkpoint, load
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.storage import retry
 from tests.support.checkpoints import (
     WORLD,
     list_names,
@@ -65,7 +64,6 @@ def test_a_kept_one_that_is_broken_is_made_up_for(run):
 def test_an_old_checkpoint_that_can_t_be_removed_is_told_and_fails_no_save(run, monkeypatch):
     reports = []
     checkpointer = make_checkpoints(run, [1], keep=1, report=reports.append)
-    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
     Disk(monkeypatch, run).lose("step_00000001")
     checkpointer.save(2, shards_of(2), {})
     checkpointer.wait()

@@ -20,7 +20,7 @@ from mamba_fsdp.run.records import read_events
 from mamba_fsdp.storage import retry
 from tests.support.checkpoints import (
     WORLD,
-    as_whole,
+    assume_verified,
     list_names,
     make_checkpoints,
     newest,
@@ -102,7 +102,7 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
     checkpointer.wait()
     assert len(kept) and checkpointer.buffer is kept
     target = shards_of(0)
-    saved = as_whole(checkpointer.last)
+    saved = assume_verified(checkpointer.last)
     load(saved, target, WORLD)
     assert saved.contents.state == {"list": [1]} and torch.equal(target[0].data, ONES)
 
@@ -131,7 +131,7 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
     order += ["stream().__exit__", "Event().wait"]
     assert [name for name, _, _ in cuda.mock_calls if name in order] == order
     target = shards_of(0)
-    load(as_whole(checkpointer.last), target, WORLD)
+    load(assume_verified(checkpointer.last), target, WORLD)
     assert torch.equal(target[0].data, ONES)
     checkpointer.world = dataclasses.replace(checkpointer.world, size=2)
     with pytest.raises(KeyError), contextlib.closing(checkpointer):

@@ -1,7 +1,8 @@
-"""Tests that the tools find no problem: ruff in all Python files, which must also be formatted and have module
-docstrings (D100, D104), the type checker in library and benchmarks, shellcheck and hadolint in the other files.
+"""The linters find no problems, and the summary of the tests is correct.
 
-ruff and the type checker assume the image's Python 3.10, because no test runs with it.
+ruff checks all Python files, their format, and that each has a docstring (D100, D104). mypy checks the library and the
+benchmarks. Both check for the Python 3.10 of the image, which runs no tests. shellcheck and hadolint check the other
+files.
 """
 
 import os
@@ -24,7 +25,7 @@ from tests.support.summary import read_part, summarize
         "hadolint Dockerfile",
     ],
 )
-def test_finds_nothing(project, command):
+def test_linters_find_no_problems(project, command):
     tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = run_program("bash", "-c", command, cwd=project, PATH=tools)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -33,8 +34,8 @@ def test_finds_nothing(project, command):
 CASES = "<suite><testcase file='a' name='quick' time='1'/><testcase file='a' name='slow' time='9'/></suite>"
 
 
-def test_the_tests_end_with_one_line_over_all_parts(tmp_path, capsys):
-    """It follows the slowest tests and the parts that exceeded their time limit. Exceeding it is not a failure."""
+def test_the_summary_ends_with_the_totals(tmp_path, capsys):
+    """It also lists the slowest tests, and parts that exceeded their budget. That is not a failure."""
     for name, seconds in (("tests", 30), ("kernels", 3)):
         (tmp_path / f"cpu-{name}.end").write_text(f"0 {seconds} 10\n")
         (tmp_path / f"cpu-{name}.xml").write_text(CASES)

@@ -1,4 +1,4 @@
-"""Tests the messages of requirements/build_kernels.sh if a kernel can't be compiled, with stand-ins for pip and git.
+"""Tests the errors of requirements/build_kernels.sh if a kernel can't be compiled, with replacements for pip and git.
 
 tests/container/test_image.py compiles with the real ones.
 """
@@ -36,7 +36,7 @@ for wanted in os.environ["TORCH_CUDA_ARCH_LIST"].split():
         (SETUP.replace(".split()", ".replace('8.6', '').split()"), "without code for sm_86"),
     ],
 )
-def test_what_went_wrong_is_said_in_a_few_lines(project, tmp_path, setup_py, said):
+def test_an_error_has_only_a_few_lines(project, tmp_path, setup_py, said):
     for name, text in (("python", PYTHON), ("git", GIT), ("nvcc", "#!/bin/sh")):
         write_program(tmp_path / name, text)
     (tmp_path / "setup.py").write_text(setup_py)

@@ -145,9 +145,9 @@ def test_it_works_where_nothing_but_tmp_can_be_written(builder, built):
     assert said.endswith("all compute,utility\n"), "Enroot's hook goes by them, whatever the base"
 
 
-def test_it_holds_what_running_needs_and_nothing_else(builder, built):
-    """It contains a C compiler and Python's headers for Triton. It contains no other build tools, no package lists,
-    and nothing that .dockerignore lists."""
+def test_it_only_contains_files_that_are_needed_to_run(builder, built):
+    """It has a C compiler and Python's headers for Triton, but no other build tools, no package lists, and no files that
+    .dockerignore excludes."""
     said = builder.run(
         "app",
         "for tool in gcc git cmake make g++ curl ninja; do command -v $tool || echo no $tool; done; "

@@ -21,7 +21,7 @@ def texts():
 
 @pytest.fixture(scope="session")
 def tokenizer(texts, tmp_path_factory):
-    """The folder of a saved byte-level tokenizer."""
+    """The tokenizer.json of a byte-level tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer_lib.train(texts, 300).save(folder)
     return str(folder / "tokenizer.json")

@@ -25,7 +25,14 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.importing import make_dataset, text_files
 from mamba_fsdp.importing.holding_out import Holdout
 from mamba_fsdp.run import lease
-from tests.support.corpora import content, documents_of, make_texts, read_back, write_records
+from tests.support.corpora import (
+    content,
+    documents_of,
+    make_texts,
+    read_back,
+    write_files,
+    write_records,
+)
 from tests.support.processes import wait_until
 from tests.support.projects import PROJECT
 
@@ -34,16 +41,15 @@ pytestmark = pytest.mark.torch22
 
 def test_what_is_left_out_or_kept_is_counted_at_the_end(prepare, tmp_path, capsys):
     """Unreadable files and records are left out only with --skip_unreadable, and are reported with the reason."""
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (folder / "a.jsonl").write_text(
-        '{"text": "a"}\n{"no": "b"}\n{"text": "a"}\n{\n{"text": "\\r\\n"}'
-    )
-    (folder / "b.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
-    (folder / "c.txt").write_bytes(b"\xff")
+    files = {
+        "a.jsonl": '{"text": "a"}\n{"no": "b"}\n{"text": "a"}\n{\n{"text": "\\r\\n"}',
+        "b.txt": b"\xef\xbb\xbfone\r\ntwo",
+        "c.txt": b"\xff",
+        "notes.xyz": "",
+        ".hidden": "",
+    }
+    folder = write_files(tmp_path / "in", files)
     (folder / "d.jsonl").symlink_to("nowhere")
-    (folder / "notes.xyz").touch()
-    (folder / ".hidden").touch()
     refused = "c.txt: .*0xff|a.jsonl: .*line 2 has no 'text'; .*; --skip_unreadable=true skips"
     with pytest.raises(UserError, match=refused):
         prepare(folder, tmp_path / "out", tokenizer="train:300", eos_token="")
@@ -144,7 +150,7 @@ def dies_after(writes, fsync=os.fsync):
 def test_an_import_that_is_killed_at_any_write_resumes_to_the_same_bytes(
     prepare, tmp_path, monkeypatch, capsys, how
 ):
-    """This holds for any number of kills, also during a merge. No other files remain."""
+    """It can be killed several times, also during a merge. No other files remain."""
     monkeypatch.setattr(make_dataset, "BATCH_SIZE", 300)
     monkeypatch.setattr(make_dataset, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(text_files, "BLOCK", 200)
@@ -347,7 +353,7 @@ def test_an_input_and_a_tokenizer_are_identified_by_their_resolved_paths(
 def test_progress_grows_to_100_percent_and_estimates_the_time_left(
     prepare, tmp_path, monkeypatch, capsys
 ):
-    """This also holds for compressed files."""
+    """The input is a compressed file."""
     monkeypatch.setattr(make_dataset, "BATCH_SIZE", 1 << 14)
     monkeypatch.setattr(text_files, "BLOCK", 1 << 14)
     monkeypatch.setattr(make_dataset, "SAVE_SECONDS", 0.0)

@@ -14,20 +14,20 @@ from mamba_fsdp.importing.inputs import find_files
 from mamba_fsdp.importing.kinds import LeftOut
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.verbs import tokenize as get_dataset
-from tests.support.corpora import read_back, read_input, write_records
+from tests.support.corpora import read_back, read_input, write_files, write_records
 
 
 def test_a_folder_is_walked_including_links_and_odd_names(tmp_path, capsys):
-    root = tmp_path / "in"
-    (root / "sub").mkdir(parents=True)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "c.txt").write_text("linked")
+    files = {
+        "elsewhere/c.txt": "linked",
+        "in/state.json": '{"text": "no state of `datasets`"}',
+        "in/sub/notes.xyz": "unknown",
+        "in/logo.bin": "next to text, such a name says nothing",
+    }
+    root = write_files(tmp_path, files) / "in"
     (root / "linked").symlink_to(tmp_path / "elsewhere")
     (root / "linked" / "back").symlink_to(root)
     (root / "again.txt").symlink_to(root / "linked" / "c.txt")
-    (root / "state.json").write_text('{"text": "no state of `datasets`"}')
-    (root / "sub" / "notes.xyz").write_text("unknown")
-    (root / "logo.bin").write_text("next to text, such a name says nothing")
     with open(os.fsencode(root) + b"/caf\xe9.TXT", "w") as file:
         file.write("odd name")
     assert sorted(read_input(root)) == ["linked", "no state of `datasets`", "odd name"]
@@ -66,7 +66,7 @@ def test_a_glob_finds_each_file_once_and_reports_folders_that_cannot_be_read(tmp
 
 
 def test_the_card_of_a_dataset_is_not_imported(tmp_path, capsys):
-    """This holds next to data of another format. Among texts, a card is a text."""
+    """The data has another format than the card. If all files are texts, a card is imported, too."""
     for folder in ("records", "texts"):
         write_records(tmp_path / folder / "data/a.jsonl", ["a row"])
         for name in ("README.md", "data/LICENSE-2.txt", "readmes.txt"):
@@ -85,10 +85,8 @@ def test_the_builtin_data_is_pythons_own_library(tmp_path, monkeypatch):
         UserError, match="installed without the source files of its library; name another INPUT"
     ):
         find_files("builtin", DatasetConfig(), LeftOut())
-    for name, text in (("a.py", "x = 1"), ("site-packages/b.py", "theirs"), ("c.txt", "text")):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / "latin.py").write_bytes(b"# caf\xe9")
+    files = {"a.py": "x = 1", "site-packages/b.py": "theirs", "c.txt": "text"}
+    write_files(tmp_path, files | {"latin.py": b"# caf\xe9"})
     assert read_input("builtin") == ["x = 1"]
 
 
@@ -234,7 +232,7 @@ def no_route(*_):
 
 
 def test_a_mistyped_name_is_reported_without_waiting_for_the_hub(tmp_path, monkeypatch, answer):
-    """Libraries that are imported later are told to stay offline."""
+    """Libraries that are imported later stay offline."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.delenv("HF_ENDPOINT", raising=False)

@@ -134,7 +134,7 @@ def test_an_unsuitable_path_is_an_error_of_one_line_with_a_remedy(path):
         assert start.startswith(f"{path}: ") and remedy and "\n" not in str(error)
 
 
-def test_a_name_of_the_hub_in_place_of_a_model_comes_with_its_command():
+def test_the_error_for_a_name_on_the_hub_contains_the_download_command():
     error = unexpected_model_error("state-spaces/mamba-130m")
     assert str(error).endswith("first: hf download state-spaces/mamba-130m --local-dir FOLDER")
     assert "hf download" not in str(unexpected_model_error("runs/c")) + str(

@@ -67,7 +67,7 @@ def loader_of(sources, *batch_shape, seed=0, vocab_size=10**6, num_workers=2, **
 
 
 def rows_of_step(sources, step, split, **settings):
-    """The samples and tokens of a step over all ranks, in order. split: (ranks, batch size, batches of each)."""
+    """Returns the samples, tokens and labels of a step on all ranks. split: (ranks, batch size, batches of a rank)."""
     world_size, *each = split
     samples, tokens, labels = [], [], []
     for rank in range(world_size):
@@ -220,7 +220,7 @@ def test_a_step_is_split_by_rank_then_micro_batch_then_position(ranks, given, ex
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, BatchShape(1, 4, 1, 3)),  # of 6 ranks on 3 nodes
+        ({}, BatchShape(1, 4, 1, 3)),  # there were 6 ranks on 3 nodes
         ({"global_batch_size": 24}, BatchShape(1, 4, 2, 3)),
     ],
 )

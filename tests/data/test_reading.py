@@ -93,7 +93,7 @@ TEXT = "one\ntwo\r\n\r\n \nthree<sep>four\n\n\n"
     ],
 )
 def test_the_documents_option_divides_text_files(tmp_path, monkeypatch, documents, expected):
-    """This holds for any size of a read."""
+    """The result does not depend on the size of a read."""
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.encode())
     (tmp_path / "blank.txt").write_text(" \n")
     for block in (1 << 20, 7):

@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from mamba_fsdp.verbs import tokenize as get_dataset
-from tests.support.others_tokens import write_layout
+from tests.support.corpora import write_files
+from tests.support.foreign_tokens import write_layout
 
 CHATS = [{"messages": [{"role": "user", "content": "it's"}, {"role": "tool", "content": None}]}] * 2
 
@@ -161,11 +162,9 @@ MISTAKES = {  # arguments of the command: part of the message
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """A folder with the files that the mistakes need."""
-    folder = tmp_path_factory.mktemp("inputs")
-    for name in ("texts", "blank", "pair", "empty", "pipe", "astray", "chunks", "spm", "tiktoken"):
+    folder = write_files(tmp_path_factory.mktemp("inputs"), FILES)
+    for name in ("empty", "pipe", "astray"):
         (folder / name).mkdir()
-    for name, content in FILES.items():
-        (folder / name).write_bytes(content)
     for name, columns in TABLES.items():
         datasets.Dataset.from_dict(columns).save_to_disk(folder / name)
     write_layout(folder / "short.npy", [[5, 6, 7]])

@@ -22,7 +22,7 @@ def with_windows(*counts, seq_length=8):
 
 
 def draws_of(order, samples):
-    """{source name: its windows in the order of their draws} for the first `samples` samples."""
+    """Returns {name of a source: its windows in order} of the first `samples` samples."""
     index, window = order.samples(0, samples)
     return {name: window[index == i].tolist() for i, name in enumerate(order.names)}
 
@@ -117,7 +117,7 @@ def test_a_position_is_reported_in_tokens_and_epochs():
 
 @pytest.mark.torch22
 def test_the_order_never_changes_between_versions():
-    """Resuming a run with a newer program has to find the same order: these numbers are part of the format."""
+    """A run that resumes with a newer program must find the same order, so these numbers are part of the format."""
     order = Sampler(with_windows(1000, 10, 10**9), {"s0": 3, "s1": 1, "s2": 4}, 8, 42)
     index, window = order.samples(0, 12)
     assert index.tolist() == [2, 0, 2, 0, 1, 2, 0, 2, 2, 0, 2, 0]

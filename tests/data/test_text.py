@@ -27,7 +27,7 @@ def test_some_windows_predict_spans():
 
 
 def test_words_and_bytes_are_those_of_the_text(prepare, tmp_path, monkeypatch):
-    """This holds for any grouping of documents. The ends of documents are not words."""
+    """The documents are processed in chunks. The eos tokens are not words."""
     monkeypatch.setattr(text, "TOKENS_PER_CHUNK", 25)
     texts = ["naïve 日本語 words", "two\nlines", "x"]
     write_records(tmp_path / "a.jsonl", texts)

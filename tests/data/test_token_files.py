@@ -10,7 +10,7 @@ from mamba_fsdp.data.store import TokenStore
 from mamba_fsdp.data.tokenizer import END_OF_TEXT
 from mamba_fsdp.importing import token_files
 from tests.support.corpora import documents_of, write_records
-from tests.support.others_tokens import write_fms, write_layout
+from tests.support.foreign_tokens import write_fms, write_layout
 
 pytestmark = pytest.mark.torch22
 
@@ -69,7 +69,7 @@ def write_documents(folder, form):
 
 @pytest.mark.parametrize("form", ["fms", "JSON", "save_to_disk", *FLAT, *LISTS])
 def test_token_files_give_the_documents_that_were_written(prepare, tmp_path, monkeypatch, form):
-    """This also holds if a document, its eos or its strip_tokens cross the border of two windows of a mapped file."""
+    """A document, its eos and its strip_tokens can cross the border between two windows of a mapped file."""
     monkeypatch.setattr(token_files, "WINDOW", 3)
     write_documents(tmp_path / "in", form)
     options = FLAT.get(form, [{}])[-1]

@@ -30,7 +30,7 @@ SPELLED = "a page about <|endoftext|> and its use"
 
 @pytest.fixture
 def folder(tokenizer):
-    """The folder of a tokenizer, as this project saves it."""
+    """The folder of a tokenizer in the format of this project."""
     return Path(tokenizer).parent
 
 
@@ -102,7 +102,7 @@ def test_a_tokenizer_without_the_named_eos_is_refused(tokenizer, eos_token):
 
 @pytest.mark.parametrize("load", [load, load_for_prompts])
 def test_a_tokenizer_folder_with_code_runs_none_of_it(load, tmp_path, monkeypatch):
-    """This holds even if `yes |` answers every question."""
+    """Not even if the answer to every question is `yes`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
     (tmp_path / "evil").mkdir()

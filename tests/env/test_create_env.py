@@ -1,7 +1,6 @@
-"""Tests 0.create_env.sh: it is fast if nothing has changed, explains why it fails, and never accepts an incomplete
-environment.
+"""Tests 0.create_env.sh: it is quick if the environment is complete, repairs an incomplete one, and reports errors.
 
-It runs on a copy of the checkout's files, with requirements that need no download.
+The script runs in a copy of the checkout with requirements that need no download.
 """
 
 import os
@@ -75,7 +74,7 @@ def stub(folder, name, body):
 def test_an_environment_is_made_once_and_again_when_something_changes_or_it_is_half_made(
     create, tmp_path
 ):
-    """Whatever folders of another Python a cluster's module files name."""
+    """The variables of a cluster's module files can name folders of another Python."""
     listed = tmp_path / "requirements/cpu.txt"
     complete = tmp_path / ".venv/.complete"
     (tmp_path / "other/pip").mkdir(parents=True)

@@ -45,9 +45,9 @@ def test_it_trains_and_loads_from_another_folder(installed, tmp_path):
     assert done.returncode == 0 and done.stdout.startswith(str(installed)), done
 
 
-def test_what_it_depends_on_is_what_the_stacks_install(project):
-    """Only names are compared, because only requirements/ contains versions."""
-    tomllib = pytest.importorskip("tomllib")  # new in Python 3.11
+def test_the_stacks_install_all_dependencies(project):
+    """Only the names are compared, because only requirements/ contains versions."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer have it
     package = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     for stack in ("cpu", "torch2.2"):
         listed = (project / f"requirements/{stack}.txt").read_text().lower()

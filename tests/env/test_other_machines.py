@@ -57,7 +57,7 @@ def folders(tmp_path):
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_command_runs_or_says_in_a_line_what_to_do(project, tmp_path, folders, machine):
+def test_a_command_works_or_fails_with_one_line(project, tmp_path, folders, machine):
     before, command, refusal = MACHINES[machine]
     script = f'{before} "$@"'.replace("FOLDERS", str(folders))
     shell = ["unshare", "--mount"] if "mount" in script else []

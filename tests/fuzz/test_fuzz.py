@@ -1,8 +1,7 @@
-"""Tests readers with damaged files of any origin: they return a result or an error of one line, quickly and with
-little memory.
+"""Mutates files, and tests that a reader returns a result or an error of one line, quickly and with little memory.
 
 By default, there are a few mutations of each kind of file; FUZZ_ROUNDS=2000 makes thousands. The message of a failure
-contains its seed, and FUZZ_SEED=N FUZZ_ROUNDS=1 repeats it.
+contains its seed: FUZZ_SEED=N FUZZ_ROUNDS=1 repeats it.
 """
 
 import contextlib
@@ -38,7 +37,7 @@ from mamba_fsdp.settings import resolve
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from tests.support.checkpoints import open_run, saved_state
 from tests.support.corpora import write_store
-from tests.support.others_tokens import write_fms, write_layout
+from tests.support.foreign_tokens import write_fms, write_layout
 from tests.support.small_models import CONFIGS, random_state, write_ours
 
 ROUNDS, SEED = int(os.environ.get("FUZZ_ROUNDS", 30)), int(os.environ.get("FUZZ_SEED", 0))

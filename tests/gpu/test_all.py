@@ -16,7 +16,7 @@ from mamba_fsdp.settings.train_config import TrainConfig
 
 
 @pytest.mark.slow
-def test_each_part_has_its_own_end(tmp_path, monkeypatch):
+def test_a_part_that_hangs_or_fails_is_reported(tmp_path, monkeypatch):
     monkeypatch.setitem(everything.LIMITS, "warm", 0.1)
     assert everything.run_part("warm", tmp_path, True) == "stopped after 0.1 s"
     monkeypatch.setitem(everything.LIMITS, "no-preset", 60)
@@ -25,9 +25,8 @@ def test_each_part_has_its_own_end(tmp_path, monkeypatch):
     assert "Traceback" in (tmp_path / "no-preset.log").read_text()
 
 
-def test_a_machine_without_the_tools_does_the_rest(tmp_path, monkeypatch):
-    """Without ncu, compute-sanitizer and git, benchmarks.gpu lists the missing tools in its summary, which also
-    contains the tables of its parts. No other file remains."""
+def test_a_machine_without_the_tools_runs_the_other_parts(tmp_path, monkeypatch):
+    """ncu and git are missing. A call only leaves its logs and a summary."""
     monkeypatch.setattr(everything.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(everything.torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(everything.torch.version, "cuda", "13.0")
@@ -56,8 +55,8 @@ def test_a_tool_finds_the_kernels_compiled(tmp_path, monkeypatch):
     assert first.startswith("-m benchmarks.gpu") and second == "under the tool"
 
 
-def test_sensors_are_read_beside_the_block(tmp_path, monkeypatch):
-    """Sensors.medians uses only the last seconds of the block. Without nvidia-smi, it returns an empty text."""
+def test_sensors_are_read_while_the_block_runs(tmp_path, monkeypatch):
+    """The medians are of the last seconds. Without nvidia-smi, they are empty."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with Sensors() as nothing:
         pass
@@ -73,9 +72,7 @@ def test_sensors_are_read_beside_the_block(tmp_path, monkeypatch):
     assert sensors.medians(1e3) == "1755 MHz, 690.00 W, 71"
 
 
-def test_a_candidate_replaces_what_it_names():
-    """A candidate changes constants and table entries only inside the block, and its backends become the setting
-    `kernels`."""
+def test_a_candidate_replaces_constants_and_backends_while_it_is_measured():
     before = ssd.SWEEP
     settings = TrainConfig(ModelConfig(layers="mamba2"))
     text = "ssd.triton.SWEEP.P=16 scan.triton.CHUNK=32 norm=reference"
@@ -87,7 +84,7 @@ def test_a_candidate_replaces_what_it_names():
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
-def test_the_candidates_name_what_there_is(name):
+def test_the_candidates_name_existing_constants_and_backends(name):
     for candidate in CANDIDATES[name]:
         with configured(settings_of(name, rehearse=True), candidate) as changed:
             demands(changed.training.kernels)

@@ -17,8 +17,8 @@ from mamba_fsdp.data.tokenizer import load_for_prompts
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.inference import loading
 from mamba_fsdp.verbs import evaluate, export
+from tests.support import forked
 from tests.support.corpora import stored_documents
-from tests.support.forked import rank_0_output, start_ranks
 
 STORE = "data/builtin/validation"
 pytestmark = pytest.mark.torch22
@@ -105,10 +105,12 @@ def test_data_with_another_tokenizer_or_vocabulary_is_an_error(model, run, tmp_p
 
 @pytest.mark.slow
 def test_two_ranks_give_the_same_numbers_as_one(in_user_folder, run):
+    """With --json, stdout contains only JSON, and stderr the table."""
     words = [str(in_user_folder / "runs/demo"), str(in_user_folder / STORE)]
     words += ["--seq_length=16", "--stride=5", "--batch_size=2", "--limit=40", "--json"]
-    _, alone, _ = run(*words)
-    together = rank_0_output(start_ranks(2, ["evaluate", *words], program=("-m", "mamba_fsdp")))
+    _, alone, table = run(*words)
+    assert f"model          {words[0]}" in table and "\nloss           " in table
+    together = forked.run_ranks(2, ["evaluate", *words], program=("-m", "mamba_fsdp"))
     found = []
     for output in (alone, together[together.index("{\n") :]):
         ((_, result),) = json.loads(output)["data"].items()

@@ -65,6 +65,8 @@ ROPE = {
     "yarn": {"factor": 4.0, "beta_fast": 3.0},
     "yarn, mscale": {"factor": 4.0, "beta_fast": 3.0, "mscale": 2.0, "mscale_all_dim": 0.8},
     "yarn, mscale alone": {"factor": 4.0, "beta_fast": 3.0, "mscale": 2.0},
+    "yarn, beyond the first and last pair": {"factor": 4.0, "beta_fast": 1e4, "beta_slow": 1e-4},
+    "yarn, equal bounds": {"factor": 4.0, "beta_fast": 3.3, "beta_slow": 3.3},
     "yarn, attention_factor": {
         "factor": 0.5,
         "mscale": 2.0,
@@ -76,7 +78,7 @@ ROPE = {
 
 @pytest.mark.parametrize("case", ROPE)
 def test_scaled_rotary_positions_are_those_of_transformers(case, tmp_path):
-    """Compares the logits of a text that is longer than the original length, and imports what the class saves."""
+    """The logits are equal for texts that are shorter and longer than the original length, also after an export."""
     kind = case.split(",")[0]
     original = 20
     rope = {"rope_type": kind, **ROPE[case]}
@@ -98,10 +100,12 @@ def test_scaled_rotary_positions_are_those_of_transformers(case, tmp_path):
     weights = read_weights(tmp_path / "hf")
     _, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=60)
     assert weights.config.rope[1].get("attention_factor", 1.0) == factor
-    tokens = torch.randint(0, 50, (2, 60))
-    logits = theirs(tokens, use_cache=False).logits
+    ours = model_of(weights.config, weights.get)
+    for length in (10, 60):
+        tokens = torch.randint(0, 50, (2, length))
+        logits = theirs(tokens, use_cache=False).logits
+        torch.testing.assert_close(ours(tokens), logits)
     plain = dataclasses.replace(weights.config, rope_scaling="")
-    torch.testing.assert_close(model_of(weights.config, weights.get)(tokens), logits)
     assert (model_of(plain, weights.get)(tokens) - logits).abs().max() > 1e-3
 
     state = {name: weights.get(name) for name in weights.shapes}

@@ -13,7 +13,6 @@ import torch
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.interop import pth_files
 from mamba_fsdp.interop.pth_files import PthTensors, write_pth
-from mamba_fsdp.storage import retry
 from tests.support.disk import Disk
 
 pytestmark = pytest.mark.torch22
@@ -74,9 +73,7 @@ def test_one_tensor_is_in_memory_at_a_time(path):
     def tensors():
         for number in range(20):
             array = np.full(3, float(number))
-            alive.append(
-                weakref.ref(array)
-            )  # the array exists as long as a tensor that uses its memory
+            alive.append(weakref.ref(array))  # the array exists as long as its tensor
             assert sum(reference() is not None for reference in alive) <= 2
             yield torch.from_numpy(array)
 
@@ -156,7 +153,6 @@ def test_a_file_with_other_objects_is_refused_and_nothing_is_executed(path, monk
 
 def test_a_storage_error_is_not_reported_as_damage(path, monkeypatch):
     saved(TENSORS)(path)
-    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
     Disk(monkeypatch, path.parent).lose("file.pth")
     with pytest.raises(StorageError, match="file.pth: Input/output error"):
         PthTensors(path)

@@ -69,7 +69,7 @@ NO_LIMITS = [float("inf"), "inf", "Infinity", {"__float__": "Infinity"}, 3.4e38,
 
 @pytest.fixture
 def config_file(tmp_path):
-    """config_file(base, **changes) -> a config.json."""
+    """config_file(base, **changes): writes a config.json, and returns its path."""
 
     def write(base, **changes):
         file = tmp_path / "config.json"

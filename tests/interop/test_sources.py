@@ -2,7 +2,7 @@
 
 import json
 import os
-import time
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -36,7 +36,7 @@ CONFIG = CONFIGS["hybrid"]
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder with checkpoints of steps 1 and 2, and the tokenizer that a run keeps."""
+    """A run folder with checkpoints of steps 1 and 2, and a tokenizer."""
     write_tokenizer(tmp_path / "run" / "tokenizer")
     checkpointer = open_run(tmp_path / "run", asynchronous=False)
     for step in (1, 2):
@@ -66,16 +66,22 @@ def test_the_mean_of_checkpoints_is_a_model_with_their_tokenizer(run, monkeypatc
     assert mean.tokenizer_path == run / "mean/tokenizer"
 
 
-def test_different_models_have_no_mean_though_their_tensors_fit(run, call, tmp_path):
-    """Weights whose sum is not a finite number are refused too."""
+def test_different_models_have_no_mean(run, call, tmp_path):
+    """Models can differ although their tensors have the same shapes. Weights with an infinite sum are refused too."""
     checkpointer = open_run(tmp_path / "other", asynchronous=False)
     save(checkpointer, 1, replace(CONFIG, norm_eps=0.1), "made of it")
     save(checkpointer, 3, CONFIG, "another")
+    larger = open_run(tmp_path / "larger", asynchronous=False)
+    save(larger, 1, replace(CONFIG, vocab_size=99), "made of it")
     ours = run / "checkpoints/step_00000002"
-    for step, word in ((1, "norm_eps"), (3, "tokenizer")):
-        other = tmp_path / f"other/checkpoints/step_0000000{step}"
-        with pytest.raises(UserError, match=f"different models.* they differ in {word}$"):
-            write_mean([other, ours], [0.5, 0.5], tmp_path / "mean")
+    messages = {
+        "other/checkpoints/step_00000001": "different models.* they differ in norm_eps$",
+        "other/checkpoints/step_00000003": "different models.* they differ in tokenizer$",
+        "larger/checkpoints/step_00000001": r"does not fit the model: .*embedding.weight is .1",
+    }
+    for checkpoint, message in messages.items():
+        with pytest.raises(UserError, match=message):
+            write_mean([tmp_path / checkpoint, ours], [0.5, 0.5], tmp_path / "mean")
     code, said = call(average, run, tmp_path / "mean", "--last=2", "--weights=1e308,1e308")
     assert code == 2 and "their sum finite" in said
     assert not (tmp_path / "mean").exists()
@@ -143,7 +149,7 @@ def test_a_file_without_config_json(tmp_path):
     assert_same(read_weights(tmp_path / "ours"), demo, state)
 
 
-def test_a_run_starts_from_its_own_checkpoint_then_from_what_is_named(run, tmp_path):
+def test_the_own_checkpoint_of_a_run_has_priority_over_a_named_one(run, tmp_path):
     """Without them it starts from random weights. A named file that does not exist is an error."""
     own, new, nowhere = (str(place) for place in (run, tmp_path / "new", tmp_path / "nowhere"))
     file = str(tmp_path / "a.pth")
@@ -163,24 +169,22 @@ def test_a_run_starts_from_its_own_checkpoint_then_from_what_is_named(run, tmp_p
 
 
 def test_a_single_storage_error_does_not_end_an_export(run, tmp_path, monkeypatch):
-    """For an error in any call, the mean of checkpoints, a published model and an export are complete."""
-    monkeypatch.setattr(time, "sleep", lambda _: None)
+    """Whichever call fails, the mean of checkpoints and the published model are complete afterwards."""
     checkpoints = [run / f"checkpoints/step_0000000{step}" for step in (1, 2)]
+    place = tmp_path / "out"
 
-    def write_all(place):
+    def prepare():
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+
+    def write_all(_):
         write_mean(checkpoints, [0.25, 0.75], place / "mean")
         publish(run, place / "pth")
-        return [
-            (place / name).read_bytes() for name in ("mean/model.safetensors", "pth/config.json")
-        ]
+
+    def read():
+        files = ("mean/model.safetensors", "pth/config.json")
+        return [(place / name).read_bytes() for name in files]
 
     disk = Disk(monkeypatch, tmp_path)
-    (tmp_path / "well").mkdir()
-    with disk.counting():
-        expected = write_all(tmp_path / "well")
-    for failing in range(0, len(disk.calls), 5):
-        place = tmp_path / f"out-{failing}"
-        place.mkdir()
-        with disk.counting(failing):
-            assert write_all(place) == expected
+    disk.check_single_failures(prepare, write_all, read, step=5)
     assert len(disk.calls) > 50

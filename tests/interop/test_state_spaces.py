@@ -15,7 +15,7 @@ from mamba_fsdp.interop.fields import Fields
 from mamba_fsdp.interop.weights import read_weights
 from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.presets import PRESETS
-from tests.support.mamba_ssm_install import mamba_ssm_folder, with_triton
+from tests.support.mamba_ssm_install import mamba_ssm_folder, triton_environment
 from tests.support.processes import run_program
 from tests.support.small_models import (
     BAMBA,
@@ -63,7 +63,7 @@ def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we
         )
         torch.save(tokens, tmp_path / "models" / name / "tokens.pt")
     words = [project / "tests/support/reference_on_cpu.py", mamba_ssm_folder(), tmp_path / "models"]
-    done = run_program(sys.executable, *words, **with_triton())
+    done = run_program(sys.executable, *words, **triton_environment())
     assert done.returncode == 0, done.stdout + done.stderr
     for name, config in models.items():
         state = random_state(config)

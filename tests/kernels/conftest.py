@@ -1,7 +1,7 @@
-"""Fixtures for tests of Triton kernels on a CPU.
+"""Tests of Triton kernels on a CPU, in Triton's interpreter.
 
-The tests need TRITON_INTERPRET=1 and a Triton on the path (benchmarks/kernels/install.py) before anything imports
-Triton. tests/run.sh runs them so in a second call of pytest. Without these conditions, they are not collected.
+tests/run.sh runs them in a second call of pytest with TRITON_INTERPRET=1 and a Triton on the path
+(benchmarks/kernels/install.py). Both are needed before Triton is imported; otherwise these tests are not collected.
 """
 
 import os

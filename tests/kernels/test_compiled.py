@@ -1,8 +1,7 @@
-"""Compiles every kernel that a layer launches for GPUs that this machine does not have, and checks bounds on the
-resources that its code uses.
+"""Tests that every kernel compiles for several GPUs, and that the cost of its code is within bounds.
 
-By default, each launch is compiled for one of six pairs of Triton and architecture. KERNEL_GATES=all tests/run.sh
-tests/kernels/test_compiled.py compiles all launches for all pairs. Triton keeps compiled kernels in its own folder.
+By default, each launch is compiled for one of six pairs of a Triton version and an architecture. KERNEL_GATES=all
+tests/run.sh tests/kernels/test_compiled.py compiles all launches for all pairs. The cache is next to the Triton.
 """
 
 import json
@@ -14,7 +13,8 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks.kernels.compiler import Compiled, compile_part, environment
-from benchmarks.kernels.install import TRITONS, triton_folder
+from benchmarks.kernels.install import TRITONS
+from tests.support.triton_wheels import fetch
 
 pytestmark = pytest.mark.slow
 PAIRS = [("2.2.0", 80), ("2.2.0", 90), ("3.6.0", 90), ("3.6.0", 100), ("3.9.0", 86), ("3.9.0", 120)]
@@ -77,27 +77,24 @@ def complaints(made):
 
 @pytest.mark.parametrize("version, cc", PAIRS)
 def test_every_kernel_keeps_its_bounds(version, cc):
-    try:
-        folder = triton_folder(version)
-    except OSError as why:
-        pytest.skip(str(why))
-    made = list(compile_part(folder, cc, PAIRS.index((version, cc)) % PARTS, PARTS))
+    made = list(compile_part(fetch(version), cc, PAIRS.index((version, cc)) % PARTS, PARTS))
     assert made
     assert [f"{one.title}: {text}" for one in made for text in complaints(one)] == []
 
 
+def run_with_triton(version, project, module, *arguments):
+    """Runs a module of the project in a process with this version of Triton, and returns its output."""
+    command = [sys.executable, "-m", module, *arguments]
+    variables = environment(fetch(version))
+    done = subprocess.run(command, cwd=project, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize("version, d_state", MANY_STATES)
 def test_scans_of_many_states_compile(version, d_state, project):
-    try:
-        folder = triton_folder(version)
-    except OSError as why:
-        pytest.skip(str(why))
-    command = [sys.executable, "-m", "tests.support.scans", "90", str(d_state)]
-    done = subprocess.run(
-        command, env=environment(folder), cwd=project, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    made = [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
+    output = run_with_triton(version, project, "tests.support.scans", "90", str(d_state))
+    made = [Compiled(**json.loads(line)) for line in output.splitlines()]
     assert len(made) == 4
     for one in made:
         assert not one.error
@@ -107,18 +104,8 @@ def test_scans_of_many_states_compile(version, d_state, project):
 
 
 def test_no_loop_of_a_kernel_loses_a_variable(project):
-    """Triton 3's front end carries every variable that a loop of our kernels changes (tests/support/carries.py). It
-    once did not carry the fourth tap of the convolution in float32."""
-    try:
-        folder = triton_folder("3.6.0")
-    except OSError as why:
-        pytest.skip(str(why))
-    command = [sys.executable, "-m", "tests.support.carries"]
-    done = subprocess.run(
-        command, env=environment(folder), cwd=project, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    """Triton 3 lost the fourth tap of the convolution in float32 in this way, see tests/support/carries.py."""
+    report = json.loads(run_with_triton("3.6.0", project, "tests.support.carries"))
     assert report["toy"] == ["old"]
     assert report["launches"] > 30 and report["compared"] > 1000
     assert report["suspicious"] == []

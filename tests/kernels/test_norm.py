@@ -62,8 +62,8 @@ def test_bf16_with_a_weight_in_fp32():
     assert equal(got, evaluate(kernels, leaves))
 
 
-def test_a_sum_or_a_norm_that_nothing_reads():
-    """The gradients are right if only the norm or only the sum is used. The sum of a model's last norm is not used."""
+def test_gradients_if_only_one_output_is_used():
+    """The sum of the last norm of a model is not used."""
     leaves = dict(x=randn(1, 6, 9), residual=randn(1, 6, 9), weight=randn(9))
 
     def normed(backend, **leaves):

@@ -93,10 +93,9 @@ def test_equals_float64(kind):
 
 
 def kept(kind, backends):
-    """Returns the size of what a mixer keeps for its backward pass, without its input and weights, in units of a bf16
-    tensor of shape (tokens, d_inner).
+    """Returns the size of the tensors that a mixer saves for its backward pass, in units of a bf16 tensor (token, d_inner).
 
-    Fake tensors have the sizes of mamba-1.4b or mamba2-1.3b.
+    Its input and weights do not count. The sizes are those of mamba-1.4b or mamba2-1.3b.
     """
     storages = {}
     with FakeTensorMode():

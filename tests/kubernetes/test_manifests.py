@@ -37,7 +37,7 @@ def test_the_training_operator_and_kubernetes_know_every_field(name, patch, mode
     assert client.sanitize_for_serialization(known) == job
 
 
-def test_a_mistake_alone_fails_a_job():
+def test_only_a_user_error_fails_a_job():
     (tokenizing,) = manifests.read("tokenize.yaml")
     for job in (manifests.node_job(), tokenizing):
         rules = job["spec"]["podFailurePolicy"]["rules"]

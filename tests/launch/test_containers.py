@@ -1,4 +1,4 @@
-"""The mounts of a container: which folders are mounted, and which can't be."""
+"""Tests which folders are mounted in a container, and which can't be."""
 
 import os
 import re
@@ -14,9 +14,7 @@ from tests.support.pyxis import OLDEST_PYXIS, PYXIS_OPTIONS, mounted
 
 @pytest.fixture
 def options(tmp_path, monkeypatch):
-    """options(*paths) -> srun's options for a container in which the paths are mounted. The project
-    is in tmp_path.
-    """
+    """options(*paths) -> srun's options for a container that mounts these paths. The project is in tmp_path."""
     monkeypatch.setattr(containers, "PROJECT", f"{tmp_path}/the project")
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "")  # monkeypatch restores it after the test
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
@@ -44,14 +42,14 @@ def make_links(folder, links):
         (folder / name).symlink_to(target)
 
 
-def test_the_project_is_mounted_once_and_no_image_needs_nothing(options, tmp_path):
+def test_the_project_is_mounted_once_and_nothing_without_an_image(options, tmp_path):
     assert mounted(options(f"{tmp_path}/the project/data")) == [str(tmp_path)]
     assert mounted(options(tmp_path, f"{tmp_path}/the project")) == [str(tmp_path)]
     assert containers.container_options("", "77.0", ["/nowhere"]) == []
 
 
 @pytest.mark.parametrize("name", ["a b", "a,b", "a\\b"])
-def test_a_name_that_no_mount_can_have_is_covered_by_the_folder_above(
+def test_the_parent_folder_is_mounted_if_a_mount_can_not_have_the_name(
     options, disk, tmp_path, name
 ):
     """Pyxis 0.24 escapes spaces as \\040, but 0.20 does not, and a comma separates mounts."""
@@ -59,8 +57,10 @@ def test_a_name_that_no_mount_can_have_is_covered_by_the_folder_above(
     assert mounted(options(disk / name / "store")) == [str(tmp_path), str(disk)]
 
 
-def test_links_to_many_folders_need_a_name_for_all(options, disk, tmp_path, monkeypatch):
-    """All mounts are one command-line argument, whose length Linux limits. Folders inside a mount need no own mount."""
+def test_links_to_too_many_folders_are_refused_unless_a_parent_is_mounted(
+    options, disk, tmp_path, monkeypatch
+):
+    """All mounts are a single argument, and Linux limits its length. Folders inside a mount do not need their own mount."""
     monkeypatch.setattr(containers, "MAX_MOUNT_LIST_CHARS", 500)
     for number in range(10):
         (disk / f"at/{number}").mkdir(parents=True)
@@ -70,7 +70,7 @@ def test_links_to_many_folders_need_a_name_for_all(options, disk, tmp_path, monk
     assert mounted(options(f"{disk}/at/", tmp_path / "links")) == [str(tmp_path), f"{disk}/at/"]
 
 
-def test_links_are_followed_to_their_end_and_hide_nothing_of_the_images(
+def test_links_are_followed_to_their_end_but_not_into_folders_of_the_image(
     options, disk, tmp_path, capfd
 ):
     """This includes chains of links, a link to its own folder, and links in the target of a link."""
@@ -107,14 +107,14 @@ def test_a_folder_of_the_image_is_refused(path, folder):
         find_mount(path)
 
 
-def test_a_file_and_what_lies_beside_the_images_folders_can_be_mounted():
+def test_files_and_folders_next_to_the_images_folders_can_be_mounted():
     """The image owns only the folder of AWS in /opt, so other folders there can be mounted."""
     assert find_mount("/usr/bin/env") == "/usr/bin/env"
     assert is_protected("/opt/amazon/efa") and is_protected("/proc/self")
     assert not is_protected("/opt/mine") and not is_protected("/user/me")
 
 
-def test_without_gpus_nvidias_driver_is_not_asked_for(options, monkeypatch):
+def test_without_gpus_the_driver_of_nvidia_is_not_requested(options, monkeypatch):
     """The variables of the image request the driver, and Enroot fails on a node without NVIDIA's tools."""
     has_driver = Path("/proc/driver/nvidia").exists()
     assert ("--container-env=NVIDIA_VISIBLE_DEVICES" in options()) != has_driver

@@ -1,4 +1,4 @@
-"""The decision about a job, for each state in which its training can end."""
+"""Tests the decision about a job for each way in which its training can end."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def ended(code=0, outcome=NOTHING_LEFT, **known):
     return USUAL._replace(code=outcome.code if outcome.status else code, outcome=outcome, **known)
 
 
-TABLE = {  # what happened: (the ending, what the job does, its exit code, how its sentence begins)
+TABLE = {  # {event: (state of the job, action, exit code, start of the message)}
     "all steps are done": (ended(outcome=FINISHED), END, 0, "finished: /runs/a"),
     "done, and asked to stop meanwhile": (
         ended(outcome=FINISHED, stop_signal="USR1"),
@@ -128,7 +128,7 @@ def test_what_becomes_of_a_job(happened):
     assert decision.sentence.startswith(sentence)
 
 
-IN_PLACE = {  # what happened: (the ending, from where ranks started again last, whether they do so now)
+IN_PLACE = {  # {event: (state of the job, checkpoint of the last restart, whether the ranks are restarted)}
     "a rank crashes": (ended(outcome=CRASHED), "", True),
     "again, with a new checkpoint": (ended(outcome=CRASHED), "step_00000004", True),
     "again, without one": (ended(outcome=CRASHED), "step_00000005", False),

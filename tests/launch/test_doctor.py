@@ -91,6 +91,6 @@ def test_an_installed_package_has_no_checkout_to_agree_with(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "visible, count", [("0,1", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("GPU-8932f937-d72c", 1)]
 )
-def test_gpus_that_were_chosen_are_counted(monkeypatch, visible, count):
+def test_visible_gpus_are_counted(monkeypatch, visible, count):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert machine.count_assigned_gpus() == count

@@ -8,7 +8,7 @@ from tests.support.processes import run_program
 from tests.support.pyxis import SQUASHFS, make_cluster
 from tests.support.tiny import TINY, format_arguments
 
-SAID_LAST = "\ndry run: nothing was trained\n"
+LAST_LINE = "\ndry run: nothing was trained\n"
 
 
 @pytest.fixture
@@ -45,7 +45,9 @@ def listing(project):
         ),
     ],
 )
-def test_it_leaves_all_as_it_was_and_counts_the_ranks_to_come(project, called, data, run, said):
+def test_a_dry_run_changes_no_files_and_counts_the_ranks_of_the_training(
+    project, called, data, run, said
+):
     (project.parent / "scratch").mkdir()
     (project.parent / "a_link").symlink_to(project / "1.train.sbatch")
     before = listing(project)
@@ -54,13 +56,13 @@ def test_it_leaves_all_as_it_was_and_counts_the_ranks_to_come(project, called, d
     command = [called, *words, "--dry_run", "--batch_size=1"]
     done = run_program(*command, cwd=project, **environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith(SAID_LAST), done.stdout
+    assert done.stdout.endswith(LAST_LINE), done.stdout
     assert said in done.stdout and "fsdp on 3 x cpu" in done.stdout
     assert listing(project) == before
 
 
 @pytest.mark.slow
-def test_in_a_job_it_starts_no_launcher_and_makes_nothing(project, tmp_path_factory):
+def test_in_a_job_it_starts_no_launcher_and_makes_no_files(project, tmp_path_factory):
     """In a job with an image, the description is for the ranks of all nodes."""
     (project / "mamba-train.sqsh").write_bytes(SQUASHFS)
     cluster = make_cluster(tmp_path_factory.mktemp("cluster"), project)
@@ -68,7 +70,7 @@ def test_in_a_job_it_starts_no_launcher_and_makes_nothing(project, tmp_path_fact
     words = ["--save_ckpt_path=new/run", "--dry_run=True"]
     done, asked, _ = cluster.submit(*words, SCOPE="global", PROCESSES_PER_NODE="2")
     assert done.returncode == 0 and "fsdp on 4 x cpu" in done.stdout, done.stdout
-    assert done.stdout.endswith(SAID_LAST)
+    assert done.stdout.endswith(LAST_LINE)
     assert listing(project) == before
     assert not any("mamba_fsdp.launch.node" in words for words in asked)
     assert not cluster.containers("node1")

@@ -54,7 +54,7 @@ def here(launcher_project, monkeypatch):
     return launcher_project
 
 
-ENVIRONMENTS = {  # what is done to a project with a .venv: the image's or .venv's name, or what is said
+ENVIRONMENTS = {  # {command that changes a project with a .venv: path of the image or .venv, or a message}
     "true": "/.venv",
     "cp whole.sqsh mamba-train.sqsh": "/mamba-train.sqsh",
     "export IMAGE=whole.sqsh": "/whole.sqsh",

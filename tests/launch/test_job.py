@@ -1,7 +1,7 @@
-"""1.train.sbatch and 2.tokenize.sbatch in a job, with stand-ins for Slurm, Pyxis and Enroot.
+"""Tests 1.train.sbatch and 2.tokenize.sbatch in a job, with replacements for Slurm, Pyxis and Enroot.
 
-These tests check the arguments of the stand-ins and how the job ends. test_decision.py tests the
-decision itself, and tests/slurm runs jobs on a real Slurm.
+These tests check the arguments of the replaced commands, and how the job ends. test_decision.py tests the decision
+itself, and tests/slurm runs jobs on a real Slurm.
 """
 
 import json
@@ -31,7 +31,7 @@ def cluster(launcher_project, tmp_path):
 
 @pytest.fixture
 def image(launcher_project):
-    """The default image in the project folder, in which jobs then run."""
+    """Puts the default image in the project folder, so that jobs run in it."""
     (launcher_project / "mamba-train.sqsh").write_bytes(SQUASHFS)
 
 
@@ -63,7 +63,7 @@ TRAINING = "launch.node"
 
 
 def ranks(*outcomes, **more):
-    """Returns the environment of a job whose trainings end with these outcomes, one after the other."""
+    """Returns the environment of a job. Its trainings end with these outcomes, one after the other."""
     return {"OUTCOMES": json.dumps(outcomes), **more}
 
 
@@ -110,7 +110,7 @@ def test_how_a_job_ends(cluster, image, launcher_project, happens):
     start.
     """
     how, code, last = ENDS[happens]
-    (launcher_project / "logs/restarts_12").touch()  # of a job that was killed
+    (launcher_project / "logs/restarts_12").touch()  # another job was killed
     done, _, _ = cluster.submit(*RUN, **{"PREFLIGHT": "0", **how})
     assert done.returncode == code, done.stdout
     lines = done.stdout.splitlines()[-len(last) :]
@@ -148,7 +148,7 @@ def test_a_job_gives_up_after_so_many_starts_from_one_checkpoint(cluster, image,
     assert "error: gave up after 1 restarts without a checkpoint newer than step_0" in done.stdout
 
 
-UNFIT = {  # nodes whose container does not start: (exit code, message)
+UNFIT = {  # {nodes that can't start a container: (exit code, message)}
     "node1": (0, "error: the container did not start on node1; see above"),
     "node1 node2": (
         2,
@@ -173,8 +173,7 @@ def test_nodes_that_start_no_container(cluster, image, nodes):
 def test_what_a_job_asks_of_containers(cluster, image, launcher_project, tmp_path, golden):
     """The job runs under nsys, and its data contains links to folders outside the project.
 
-    A missing folder, such as the one from which the run was initialised, is not mounted once there
-    is a checkpoint.
+    Once there is a checkpoint, the folder from which the run was initialised can be missing, and is not mounted.
     """
     lustre = tmp_path.with_name(f"{tmp_path.name}-lustre")
     write_store(lustre / "disk", [range(1, 60)] * 9, vocab_size=64, eos=0, tokenizer="none")
@@ -204,8 +203,8 @@ def test_a_first_try_makes_its_corpus_and_leaves_no_container(
 ):
     """The job has no arguments and runs in a fresh checkout.
 
-    If Pyxis keeps containers, the job removes its own and those of ended jobs. PROFILE=torch
-    becomes a setting.
+    If Pyxis keeps containers, the job removes its own containers, and the containers of ended jobs. PROFILE=torch becomes
+    a setting.
     """
     used = ["pyxis_mamba-train-78.0", "pyxis_mamba-train-79.1", "pyxis_of-someone"]
     for name in ("pyxis_mamba-train-12.3", *used):
@@ -266,7 +265,9 @@ def test_settings_are_read_on_a_host_without_an_environment_or_else_in_the_image
     cluster, image, launcher_project
 ):
     """With the host's own Python, a mistake is reported before any node unpacks the image."""
-    environment = launcher_project / ".environment"  # the image's own, which the host does not see
+    environment = (
+        launcher_project / ".environment"
+    )  # the environment in the image; the host does not see it
     (launcher_project / ".venv").rename(environment)
     stand_in = cluster.image / "python3"
     stand_in.write_text(stand_in.read_text().replace(".venv", environment.name))

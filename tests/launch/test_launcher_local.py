@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import finish, run_program, wait_until, write_program
-from tests.support.projects import FOR_EVER, starts
+from tests.support.projects import MANY_STEPS, starts
 
 RUN = "--save_ckpt_path=runs/a"
-ENDLESS = [RUN, FOR_EVER]
+ENDLESS = [RUN, MANY_STEPS]
 
 
 def launch(project, *settings, **environment):
@@ -37,7 +37,7 @@ def wait_for_status(run):
 
 
 @pytest.mark.slow
-def test_each_gpu_has_a_rank_with_the_settings_as_they_are_and_the_first_error_is_said_last(
+def test_each_gpu_has_a_rank_with_unchanged_settings_and_the_first_error_is_printed_last(
     launcher_project, tmp_path
 ):
     """The temporary folder is removed at the end."""
@@ -51,10 +51,10 @@ def test_each_gpu_has_a_rank_with_the_settings_as_they_are_and_the_first_error_i
         "FAKE": "storage",
     }
     (launcher_project / 'it\'s "quoted".pth').touch()
-    words = ["--save_ckpt_path=runs/a b", FOR_EVER, '--init_from=it\'s "quoted".pth']
+    words = ["--save_ckpt_path=runs/a b", MANY_STEPS, '--init_from=it\'s "quoted".pth']
     code, output = train(launcher_project, *words, **environment)
     begun = starts(launcher_project / "runs/a b")
-    settings = {"save_ckpt_path": "runs/a b", "num_steps": FOR_EVER.partition("=")[2]}
+    settings = {"save_ckpt_path": "runs/a b", "num_steps": MANY_STEPS.partition("=")[2]}
     settings["init_from"] = 'it\'s "quoted".pth'
     assert [start["settings"] for start in begun] == [settings] * 3
     before, last = output.splitlines()[-2:]
@@ -81,7 +81,7 @@ def test_ctrl_c_while_the_settings_are_read_ends_at_once(launcher_project):
 
 
 @pytest.mark.slow
-def test_called_from_another_folder_paths_are_seen_from_there(launcher_project, tmp_path):
+def test_paths_are_relative_to_the_working_directory(launcher_project, tmp_path):
     """The files have no execute permission, as after unpacking a ZIP file. PYTHONHOME is set, as by
     some module files, and TMPDIR does not exist.
     """
@@ -127,18 +127,18 @@ def test_a_signal_before_the_first_step_ends_at_once(launcher_project, program, 
 
 
 @pytest.mark.slow
-def test_a_request_commits_a_checkpoint_and_says_how_to_resume(launcher_project):
+def test_a_request_to_stop_commits_a_checkpoint_and_prints_how_to_resume(launcher_project):
     """A STOP file that existed before the start is ignored."""
     run = launcher_project / "runs/a b"
     run.mkdir(parents=True)
     (run / "STOP").write_text("old")
-    process = launch(launcher_project, "--save_ckpt_path=runs/a b", FOR_EVER)
+    process = launch(launcher_project, "--save_ckpt_path=runs/a b", MANY_STEPS)
     wait_for_status(run)
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)
     assert code == 143 and "Traceback" not in output
     newest = sorted(run.glob("checkpoints/*/COMMIT"))[-1].parent.name
-    how = f"to resume from {newest}: ./1.train.sbatch '--save_ckpt_path=runs/a b' {FOR_EVER}"
+    how = f"to resume from {newest}: ./1.train.sbatch '--save_ckpt_path=runs/a b' {MANY_STEPS}"
     assert output.splitlines()[-1] == how
     assert not (run / "starts").exists()
 
@@ -168,7 +168,7 @@ def assert_stopped(project, reason):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reason, reader", [("SIGHUP", ""), ("SIGINT", " | tee log")])
-def test_a_terminal_that_closes_or_ends_the_reader_too_stops_the_run_with_a_checkpoint(
+def test_a_closed_terminal_and_a_dead_reader_stop_the_run_with_a_checkpoint(
     launcher_project, terminal, reason, reader
 ):
     """In `./1.train.sbatch | tee log`, Ctrl-C also ends tee, so that later output has no reader."""
@@ -196,7 +196,7 @@ sys.exit(1)
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_starts_again_in_place_until_it_says_that_it_is_a_mistake(
+def test_a_rank_that_fails_is_restarted_in_place_unless_the_user_made_a_mistake(
     launcher_project,
 ):
     """The error of a single rank is not repeated. test_decision.py tests when ranks are restarted."""
@@ -216,7 +216,7 @@ MISTAKES = {  # (change of the project, command line): message
 
 
 @pytest.mark.parametrize("done, typed", MISTAKES)
-def test_mistakes_are_told_in_a_line_or_two(launcher_project, done, typed):
+def test_mistakes_are_reported_in_a_line_or_two(launcher_project, done, typed):
     """The message appears before any file is made. test_host.py and
     tests/verbs/test_refused_words.py list the mistakes.
     """
@@ -242,11 +242,11 @@ def states(project):
 
 
 @pytest.mark.slow
-def test_ctrl_z_makes_the_ranks_stand_still_until_the_job_goes_on(launcher_project):
+def test_ctrl_z_suspends_the_ranks_until_the_job_continues(launcher_project):
     """The ranks have their own sessions, so the terminal's signals do not reach them.
 
-    Then Ctrl-C stops the run with a checkpoint, even if the window closes, for which both the
-    kernel and the shell send a signal.
+    Then Ctrl-C stops the run with a checkpoint, even if the window closes. Both the kernel and the shell send a signal
+    when that happens.
     """
     environment = {"PROCESSES_PER_NODE": "2", "FAKE_COMMIT_SECONDS": "2"}
     process = launch(launcher_project, *ENDLESS, **environment)
@@ -280,7 +280,9 @@ NETWORKS = {  # command that makes the network: error message, if any
 @pytest.mark.slow
 @pytest.mark.torch22
 @pytest.mark.parametrize("network", NETWORKS)
-def test_the_ranks_of_one_machine_meet_whatever_its_name_leads_to(launcher_project, network):
+def test_the_ranks_of_one_machine_connect_even_if_its_name_has_no_address(
+    launcher_project, network
+):
     """By default, torchrun tries for minutes to reach the machine by its name."""
     if run_program(*network, "true").returncode:
         pytest.skip("this user may not make such a network")

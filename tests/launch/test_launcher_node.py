@@ -29,7 +29,7 @@ from tests.support.processes import run_program
 
 @pytest.mark.slow
 @pytest.mark.torch22
-def test_a_node_that_never_meets_the_first_one_says_so(project, tmp_path):
+def test_a_node_that_can_not_reach_the_first_one_reports_it(project, tmp_path):
     """The rendezvous is static, as in Kubernetes, where the first node has a fixed number."""
     words = ["--nnodes=2", "--node-rank=1", "--rdzv-backend=static", "--rdzv-conf=timeout=1"]
     words += ["--master-addr=127.0.0.1", "--master-port=1", "training.py"]
@@ -51,9 +51,7 @@ FAILURE = Failure("a", rank=3, exit_code=74, was_killed=False, time=2.0, reason=
         (node.DEFAULT_RUN_ID, [], ""),
     ],
 )
-def test_what_an_earlier_start_has_left_is_forgotten(
-    tmp_path, capsys, monkeypatch, name, stays, said
-):
+def test_files_of_an_earlier_start_are_removed(tmp_path, capsys, monkeypatch, name, stays, said):
     """With an ID, Slurm has started the step again to replace a node that failed.
 
     Without an ID, the files can come from any start, including one of another version. Only the
@@ -120,7 +118,9 @@ def test_a_run_that_is_finished_stays_so_if_a_rank_fails_while_it_exits(tmp_path
     assert (outcome.status, outcome.code) == ("finished", 0 if is_of_this_start else 74)
 
 
-def test_a_rank_has_said_itself_what_was_not_a_kill_and_a_stop_may_be_its_starts_own(tmp_path):
+def test_an_error_that_a_rank_printed_is_not_repeated_and_a_start_can_have_its_own_stop_file(
+    tmp_path,
+):
     folder = tmp_path / "77.0"
     folder.mkdir()
     (folder / names.STOP).touch()
@@ -130,7 +130,7 @@ def test_a_rank_has_said_itself_what_was_not_a_kill_and_a_stop_may_be_its_starts
     assert node.build_outcome(tmp_path, folder, killed, error_is_printed=True).error == FIRST
 
 
-def test_an_outcome_that_cannot_be_put_on_record_is_printed(tmp_path, capsys):
+def test_an_outcome_that_can_not_be_written_is_printed(tmp_path, capsys):
     outcome = TrainingOutcome("failed", 74, error=FIRST)
     assert node.publish_outcome(tmp_path, outcome, FAILURE) == 74
     assert TrainingOutcome(**json.loads((tmp_path / names.OUTCOME).read_text())) == outcome
@@ -146,7 +146,7 @@ def test_an_outcome_that_cannot_be_put_on_record_is_printed(tmp_path, capsys):
     [("3", 3), ("auto", 1), ("", 1)],
 )
 def test_ranks_of_a_node(monkeypatch, given, ranks):
-    """PROCESSES_PER_NODE overrides a TrainJob's numProcPerNode, which is `auto` on a node with GPUs."""
+    """PROCESSES_PER_NODE overrides the numProcPerNode of a TrainJob. The latter is `auto` on a node with GPUs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("PET_NPROC_PER_NODE", given)
     assert processes_per_node() == ranks
@@ -155,16 +155,17 @@ def test_ranks_of_a_node(monkeypatch, given, ranks):
     assert processes_per_node() == 2
 
 
-def test_the_interface_is_that_of_the_first_host_to_which_one_leads():
+def test_the_network_interface_is_the_one_to_the_first_reachable_host():
     assert find_interface_to(["no.such.host.invalid", LOOPBACK]) == "lo"
     assert find_interface_to(["127.0.0.2"]) == ""
 
 
-CODES = {0: 0, 1: 129, 2: 2, 74: 129, 137: 137, 143: 143}  # with RESTART_EXIT_CODE=129
+# {exit code: exit code with RESTART_EXIT_CODE=129}
+CODES = {0: 0, 1: 129, 2: 2, 74: 129, 137: 137, 143: 143}
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_an_exit_code_that_pytorchjob_starts_again(monkeypatch, code):
+def test_exit_codes_for_which_pytorchjob_restarts(monkeypatch, code):
     """RESTART_EXIT_CODE replaces smaller exit codes of failures of the launcher and the storage,
     but not of user errors.
     """
@@ -174,7 +175,7 @@ def test_an_exit_code_that_pytorchjob_starts_again(monkeypatch, code):
     assert node.start(["run"]) == CODES[code]
 
 
-def test_an_accident_of_the_launcher_itself_is_told_in_a_line(monkeypatch, capsys):
+def test_an_error_of_the_launcher_itself_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(node, "main", lambda *_: 1 / 0)
     assert node.start(["run"]) == 1
     assert capsys.readouterr().err.endswith(" failed: ZeroDivisionError: division by zero\n")
@@ -186,9 +187,8 @@ def test_an_accident_of_the_launcher_itself_is_told_in_a_line(monkeypatch, capsy
 def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
     later = replace(FAILURE, rank=4, time=3.0)
     killed = replace(FAILURE, rank=5, time=4.0, was_killed=True)
-    misses_others = replace(
-        FAILURE, rank=None, time=1.0
-    )  # for example, because its clock is behind
+    # The clock of this node is behind.
+    misses_others = replace(FAILURE, rank=None, time=1.0)
     for failure in (later, FAILURE, misses_others):
         node.write_shared_json(tmp_path / f"{failure.rank}.json", asdict(failure))
     (tmp_path / "gone.json").symlink_to("nowhere")  # a file that was removed after it was listed
@@ -196,9 +196,8 @@ def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
     assert first_failure(tmp_path) == FAILURE
     node.write_shared_json(tmp_path / "5.json", asdict(killed))
     assert first_failure(tmp_path) == killed
-    sick = replace(
-        FAILURE, rank=6, time=5.0, exit_code=EXIT_NODE_FAULT
-    )  # the other ranks fail because of it
+    # The other ranks fail because of a sick node.
+    sick = replace(FAILURE, rank=6, time=5.0, exit_code=EXIT_NODE_FAULT)
     node.write_shared_json(tmp_path / "6.json", asdict(sick))
     assert first_failure(tmp_path) == sick
 
@@ -243,9 +242,7 @@ def environment(monkeypatch, tmp_path):
     return of
 
 
-def test_ranks_find_caches_that_outlive_the_job_and_what_is_the_users_own_stays(
-    environment, tmp_path
-):
+def test_caches_outlive_the_job_and_variables_of_the_user_are_kept(environment, tmp_path):
     found = environment(GLOO_SOCKET_IFNAME="mine", PROCESSES_PER_NODE="1")
     assert found["GLOO_SOCKET_IFNAME"] == "mine" and "OMP_NUM_THREADS" not in found
     assert found["TRITON_CACHE_DIR"] == str(tmp_path / "runs/.cache/triton")
@@ -256,7 +253,7 @@ def test_ranks_find_caches_that_outlive_the_job_and_what_is_the_users_own_stays(
     assert many["OMP_NUM_THREADS"] == str(max(1, threads))
 
 
-def test_the_image_leaves_the_launchers_choices_to_it(environment, project):
+def test_the_image_does_not_set_variables_of_the_launcher(environment, project):
     """The launcher does not override variables, so the ENV of the image must not set, for example,
     a cache in /tmp.
     """
@@ -268,17 +265,17 @@ def test_the_image_leaves_the_launchers_choices_to_it(environment, project):
 
 
 @pytest.mark.parametrize("own", ALLOCATOR)
-def test_memory_in_segments_that_grow(environment, own):
+def test_the_allocator_has_expandable_segments(environment, own):
     """This applies unless the user has configured the allocator with either variable."""
     assert {environment()[name] for name in ALLOCATOR} == {"expandable_segments:True"}
     found = environment(**{own: "mine"})
     assert [found[name] for name in ALLOCATOR if name in found] == ["mine"]
 
 
-def test_the_rank0_cache_writer_is_used_where_the_environment_has_it(
+def test_the_rank0_cache_writer_is_used_if_it_is_installed(
     environment, monkeypatch, tmp_path, project
 ):
-    """Triton 3.4 and newer need a variable for it, which in .venv no image sets."""
+    """Triton 3.4 and newer need a variable for it. The image sets it, but .venv does not."""
     for name in ("triton/__init__.py", "triton/runtime/rank0_cache.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

@@ -80,18 +80,18 @@ def command(project):
 
 @pytest.fixture
 def start(project, command, tmp_path):
-    """start(*words, **environment) -> a launcher that trains with two ranks.
+    """start(*arguments, **environment) -> a launcher that trains with two ranks.
 
     Its temporary files are in tmp_path/scratch and its output in tmp_path/log.
     """
 
-    def start(*words, **environment):
+    def start(*arguments, **environment):
         clear(project)
         (tmp_path / "scratch").mkdir()
         more = {"PROCESSES_PER_NODE": "2", "TMPDIR": str(tmp_path / "scratch"), **environment}
         with open(tmp_path / "log", "w") as log:
             process = subprocess.Popen(
-                [*command(100_000), *words],
+                [*command(100_000), *arguments],
                 cwd=project,
                 env={**os.environ, **more},
                 stdout=log,
@@ -123,9 +123,7 @@ def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, 
     assert "ended without writing its status" in (project / "run/status.json").read_text()
 
 
-def test_it_trains_on_under_nohup_when_its_window_and_its_reader_have_gone(
-    project, command, terminal
-):
+def test_a_run_with_nohup_continues_without_its_terminal_and_its_reader(project, command, terminal):
     """The window closes exactly when the run would take its first step."""
     words = " ".join(["nohup", *command(40)]) + " 2>&1 | head -5 > log"
     (project / "spins-0").touch()
@@ -138,9 +136,7 @@ def test_it_trains_on_under_nohup_when_its_window_and_its_reader_have_gone(
 
 
 def tree_of(scratch):
-    """Returns {name of the script, the launcher or a rank: pid} of the processes whose TMPDIR is in
-    this folder.
-    """
+    """Returns {name of the script, the launcher or a rank: pid} of the processes with a TMPDIR in this folder."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

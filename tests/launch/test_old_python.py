@@ -40,7 +40,7 @@ def files():
     return sorted(found)
 
 
-def test_they_need_little_of_the_package_and_no_other(files):
+def test_they_import_few_modules_of_the_package_and_no_others(files):
     """A cluster's Python has no packages, so mamba_fsdp/__init__.py must not import other modules
     eagerly.
     """
@@ -62,7 +62,7 @@ def test_they_use_nothing_newer_than_python_3_6(files):
 @pytest.mark.parametrize(
     "script, beside", [("1.train.sbatch", "training.py"), ("2.tokenize.sbatch", "get_dataset.py")]
 )
-def test_a_host_without_python_is_told_so(project, tmp_path, script, beside):
+def test_a_host_without_python_is_an_error(project, tmp_path, script, beside):
     for name in ("bash", "dirname", "readlink"):
         (tmp_path / name).symlink_to(shutil.which(name))
     copy = tmp_path / "project"
@@ -76,7 +76,7 @@ def test_a_host_without_python_is_told_so(project, tmp_path, script, beside):
     )
 
 
-def test_an_old_python_is_told_so(project, monkeypatch):
+def test_an_old_python_is_an_error(project, monkeypatch):
     script = "import runpy, sys; sys.version_info = (3, 5, 2); runpy.run_path(sys.argv[1], run_name='__main__')"
     done = run_program(sys.executable, "-c", script, project / ENTRIES[0])
     assert done.returncode == 2 and "but a job needs 3.6 or newer" in done.stderr

@@ -1,6 +1,4 @@
-"""The launcher's calls of Slurm's commands, and how it parses their output. tests/slurm runs a real
-Slurm.
-"""
+"""Tests how the launcher calls the commands of Slurm and parses their output. tests/slurm runs a real Slurm."""
 
 import os
 import time
@@ -16,8 +14,8 @@ JOB = slurm.Job("77", "70_3", 2, ["node1", "node2"])
 
 @pytest.fixture
 def says(tmp_path, monkeypatch):
-    """says(command, *answers): a command of Slurm prints one answer per call, and then always the
-    last; it fails for None. asked(command): the arguments of each call.
+    """says(command, *answers): replaces a command of Slurm. It prints one answer per call, and then always the last one. It
+    fails if the answer is None. says.asked(command) returns the arguments of each call.
     """
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
@@ -102,7 +100,7 @@ def test_the_job_of_a_script_or_of_a_salloc_shell_is_found(monkeypatch, says):
         slurm.check_is_alive(job)
 
 
-def test_no_answer_is_not_taken_for_no_job(says):
+def test_a_missing_answer_does_not_mean_that_there_is_no_job(says):
     says("squeue", "77\n78\n77\n", None)
     assert slurm.jobs_of_this_user("RUNNING") == {"77", "78"}
     assert slurm.jobs_of_this_user("RUNNING") is None

@@ -5,7 +5,7 @@ import subprocess
 from mamba_fsdp.launch.start_folder import StartFolder, local_start_name
 
 
-def test_nothing_stays_of_starts_that_were_killed(tmp_path, monkeypatch):
+def test_folders_of_killed_starts_are_removed(tmp_path, monkeypatch):
     """Files of a job are removed by its next start, and files of a machine by its next start there.
     Other files are kept.
     """

@@ -49,7 +49,7 @@ def test_an_exit_code_is_the_shells(supervisor, command, code):
     assert supervisor.run(["sh", "-c", command]) == code
 
 
-def test_a_request_ends_a_command_that_is_no_training_at_once(supervisor):
+def test_a_request_to_stop_ends_other_commands_than_the_training_at_once(supervisor):
     """No other command starts afterwards."""
     with pytest.raises(StopRequested):
         supervisor.run(tells_parent(signal.SIGUSR1, "import time; time.sleep(600)"))
@@ -59,7 +59,7 @@ def test_a_request_ends_a_command_that_is_no_training_at_once(supervisor):
 
 
 @pytest.mark.parametrize("method", ["run", "run_for_output"])
-def test_a_signal_that_does_not_interrupt_the_wait_is_heeded(supervisor, method):
+def test_a_signal_that_does_not_interrupt_the_wait_is_handled(supervisor, method):
     """In this test another thread receives the signal. A signal just before the system call has the
     same effect.
     """
@@ -85,7 +85,7 @@ def test_a_request_while_nothing_runs_is_not_lost(supervisor):
     assert asked == [1]
 
 
-def test_a_training_ends_in_its_own_time(supervisor, tmp_path):
+def test_a_training_is_asked_to_stop_and_awaited(supervisor, tmp_path):
     """The training is asked once, through a file, however often the signal arrives."""
     file = tmp_path / "STOP"
     wait = f"import os, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.02)"
@@ -96,7 +96,7 @@ def test_a_training_ends_in_its_own_time(supervisor, tmp_path):
     assert not list(tmp_path.iterdir()), "the next start would take it for its own"
 
 
-def test_a_request_is_written_once_the_storage_lets_it(tmp_path, monkeypatch):
+def test_a_request_is_written_as_soon_as_the_storage_works(tmp_path, monkeypatch):
     monkeypatch.setattr("mamba_fsdp.launch.supervisor.RETRY_SECONDS", 0.05)
     file = tmp_path / "not yet" / "STOP"
     with stop_file_writer(str(file), lambda: "SIGTERM\n") as ask:
@@ -107,7 +107,7 @@ def test_a_request_is_written_once_the_storage_lets_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("method, ask", [("run_training", [print]), ("run_for_output", [])])
-def test_what_does_not_end_is_not_waited_for(supervisor, method, ask):
+def test_a_command_that_exceeds_its_deadline_is_not_awaited(supervisor, method, ask):
     """This includes commands that only print, because waiting could cost the job its place in the
     queue.
     """
@@ -116,6 +116,6 @@ def test_what_does_not_end_is_not_waited_for(supervisor, method, ask):
         getattr(supervisor, method)(SLEEPS, *ask)
 
 
-def test_no_signal_of_the_terminal_reaches_a_command(supervisor):
+def test_signals_of_the_terminal_do_not_reach_a_command(supervisor):
     session = supervisor.run_for_output([sys.executable, "-c", "import os; print(os.getsid(0))"])
     assert int(session) == supervisor.last_pid != os.getsid(0)

@@ -1,4 +1,4 @@
-"""2.tokenize.sbatch: the part of the input for each task of an array, and the mounts of the container."""
+"""Tests 2.tokenize.sbatch: the part of the input for each task of an array, and the mounts of the container."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_each_task_of_an_array_has_a_part_of_its_own(monkeypatch, array):
 
 
 def test_a_list_of_numbers_is_refused(monkeypatch):
-    """With --array=5,9, Slurm does not tell the tasks the numbers of the list, and sets the step to 1."""
+    """With --array=5,9, the variables of the tasks do not contain the list, and the step is 1."""
     describe(monkeypatch, 5, 9, 2, 1, 9)
     with pytest.raises(LaunchError, match="submit --array=0-1, or a single part"):
         tokenize_job.array_part()
@@ -43,7 +43,7 @@ def test_a_list_of_numbers_is_refused(monkeypatch):
         ("texts/o[ab]*.txt", "texts"),
     ],
 )
-def test_what_the_words_name_or_match_is_mounted_and_where_links_in_it_lead(
+def test_folders_of_the_input_and_targets_of_their_links_are_mounted(
     tmp_path, monkeypatch, words, folders
 ):
     """In a folder with an environment, only the files that match the pattern are searched for links."""

@@ -46,19 +46,18 @@ def run(forks):
     """run(*arguments of Python, NULLGPU_...=value): runs a process on the null device, and returns (exit code,
     output)."""
 
-    def run(*words, **variables):
+    def run(*arguments, **variables):
         texts = {name: str(value) for name, value in variables.items()}
-        return forks([list(map(str, words)), texts])[0]
+        return forks([list(map(str, arguments)), texts])[0]
 
     return run
 
 
 @pytest.fixture
 def train(forks, tmp_path):
-    """train(setting=value ...): returns a report about each training of a process, see
-    tests/support/nullgpu/training.py.
+    """train(setting=value ...) -> a report of each training of a process, see tests/support/nullgpu/training.py.
 
-    ranks: the number of processes, two per node. Their reports must be equal.
+    ranks: the number of processes, on nodes of two. Their reports must be equal.
     """
 
     def train(ranks=1, **settings):
@@ -77,10 +76,11 @@ def train(forks, tmp_path):
         assert not failed, "\n".join(failed)
         reports = []
         for _, text in ended:
-            # The driver reports an exceeded limit, or a pointer of the CPU.
-            assert "nullgpu:" not in text
+            assert (
+                "nullgpu:" not in text
+            )  # such a line reports an exceeded limit or a pointer of the CPU
             reports.append([json.loads(at) for at in text.splitlines() if at.startswith("{")])
-        for of_rank in reports:  # torch can keep more memory on one of the ranks
+        for of_rank in reports:  # the memory that torch keeps can differ between ranks
             assert [of_time | {"left": {}} for of_time in of_rank] == [
                 of_time | {"left": {}} for of_time in reports[0]
             ]

@@ -1,8 +1,8 @@
-"""Tests each kind of training on a GPU, on the null device: it runs to its end, training compiles no kernel that the
-check at its start has not tested, and the host never waits during a step.
+"""Tests each kind of training on the null device.
 
-Each kind runs on torch 2.2, and a few on a current version. To run all kinds there: .venv/bin/python -m pytest
-tests/nullgpu -k "not a_launch".
+Each training finishes, compiles only kernels that the test at its start has tested, and never makes the host wait in a
+step. torch 2.2 runs all kinds, and a current torch a few. To run all kinds on a current torch:
+.venv/bin/python -m pytest tests/nullgpu -k "not a_launch"
 """
 
 import pytest
@@ -66,7 +66,7 @@ PARALLEL = {
     },
 }
 BOTH = ("fp16, recomputed, accumulated", "fsdp")
-OF_CUBLAS = 32 << 20  # bytes of a workspace that torch keeps
+CUBLAS_WORKSPACE = 32 << 20  # in bytes; torch keeps it
 GOOD = {"ended": "finished", "untested": [], "waits": []}
 
 
@@ -100,11 +100,11 @@ def test_a_scan_that_triton_2_can_not_compile_is_refused_before_it_is_tried(trai
 
 
 @pytest.mark.pinned
-def test_what_a_user_does_in_one_process_gives_back_what_it_took(train, tmp_path):
-    """The process runs three trainings with validation, then evaluate and generate. If memory that is pinned for saves
-    were not released, later trainings would not find enough.
+def test_trainings_in_one_process_free_the_memory_of_the_device(train, tmp_path):
+    """A process trains three times with validation, then evaluates and generates. All kernels are tested, also in a new
+    process that only evaluates and generates.
 
-    No step waits, and no untested kernel is compiled. The same applies if a new process evaluates and generates.
+    If a training did not free its pinned memory, there would be too little for later ones.
     """
     (tmp_path / "a.txt").write_text("def line(x): return 2 * x\n" * 600)
     data = tmp_path / "data"
@@ -117,5 +117,5 @@ def test_what_a_user_does_in_one_process_gives_back_what_it_took(train, tmp_path
     assert all(report == first for report in later)
     assert first == GOOD | {"left": first["left"]}
     assert "pinned in place" not in first["left"]
-    assert first["left"]["device"] == first["left"]["tensors"] == OF_CUBLAS
+    assert first["left"]["device"] == first["left"]["tensors"] == CUBLAS_WORKSPACE
     assert answers["untested"] == alone["untested"] == []

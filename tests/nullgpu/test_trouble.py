@@ -56,7 +56,7 @@ TROUBLE = {  # {fault in the first minute: a part of the message}
 
 @pytest.mark.pinned
 @pytest.mark.parametrize("kind", TROUBLE)
-def test_a_gpu_in_trouble_is_told(trained, kind):
+def test_a_failing_gpu_is_reported(trained, kind):
     how, words = TROUBLE[kind]
     output, checkpoints = trained(**how)
     assert words in output and "Traceback" not in output and not checkpoints

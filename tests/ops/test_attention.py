@@ -66,9 +66,11 @@ def flash_kernel(q, k, v, bounds_q, bounds_k, longest_q, longest_k, dropout, cau
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("asking", [1, 4, 9])
-def test_documents_are_kept_apart(backend, asking, monkeypatch):
-    """This holds for whole rows and for their last positions, which need not contain a query of each document, also
-    for gradients."""
+def test_documents_do_not_attend_to_each_other(backend, asking, monkeypatch):
+    """Compares outputs and gradients of whole rows, and of their last positions.
+
+    The last positions can lack the queries of a document.
+    """
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_kernel)
     monkeypatch.setattr(reference, "MASK_ELEMENTS", 12)  # makes a mask for two queries at a time
     documents = Documents.asked_by_last(DOCUMENTS, asking)
@@ -95,9 +97,8 @@ def test_flash_calls_an_operator_that_torch_has_with_gradients():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("documents", [None, Documents([500] * 65 + [268])], ids=["row", "packed"])
-def test_nothing_is_larger_than_the_queries(documents, backend):
-    """In the forward and backward pass on meta tensors, there are neither tensors of the shape (length, length) nor
-    repeated keys."""
+def test_no_tensor_is_larger_than_the_queries(documents, backend):
+    """Neither the forward nor the backward pass makes a (length, length) tensor or repeats keys."""
     if documents and backend == "flash" and torch.__version__.startswith("2.2."):
         pytest.skip("torch 2.2's operator takes no bounds of tensors without content")
     with FakeTensorMode(), LargestTensor() as largest:
@@ -110,9 +111,8 @@ def test_nothing_is_larger_than_the_queries(documents, backend):
     assert largest.bytes == q.nbytes
 
 
-def test_rotary_turns_pairs():
-    """Channels i and i + rotary_dim/2 are rotated like a complex number. The channels after rotary_dim are not
-    changed."""
+def test_rotary_positions_rotate_pairs_of_channels():
+    """Channels i and i + rotary_dim/2 are a complex number. The channels after rotary_dim do not change."""
     x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     positions = torch.tensor([0, 1, 2, 0, 7])
     found = rotary(x, positions, 6, 100.0)

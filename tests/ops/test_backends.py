@@ -171,8 +171,8 @@ TRITON = "triton: conv, scan, ssd, norm, loss, mamba1, mamba2; reference: gdn"
         ),
     ],
 )
-def test_auto_takes_the_best_that_can_serve(install, device, packages, asked, choice):
-    """The message explains why better backends can't be used. It does not mention backends of other devices."""
+def test_auto_takes_the_best_usable_backend(install, device, packages, asked, choice):
+    """The choice contains the reasons against better backends, but does not mention backends of other devices."""
     install(packages)
     assert choice in str(choose("auto", device, **asked))
 
@@ -209,7 +209,7 @@ def test_auto_takes_the_best_that_can_serve(install, device, packages, asked, ch
         ),
     ],
 )
-def test_a_demand_holds_for_what_it_names(install, setting, device, asked, choice):
+def test_a_demand_only_affects_the_named_operators(install, setting, device, asked, choice):
     install(ALL)
     assert str(choose(setting, device, **asked)) == choice
 
@@ -280,7 +280,7 @@ def test_a_demand_that_can_not_be_met_is_refused(install, setting, device, asked
         ("scan=cpp,scan=reference", "give each operator one backend"),
     ],
 )
-def test_names_that_there_are_not_are_refused_with_the_settings(setting, said):
+def test_unknown_names_are_refused_with_the_settings(setting, said):
     with pytest.raises(UserError, match="kernels=") as refused:
         resolve_settings({"kernels": setting})
     assert f"kernels={setting}: {said}" in str(refused.value)
@@ -307,9 +307,9 @@ def test_a_machine_that_can_not_run_triton_is_told_why(
     assert "conv, scan, ssd, norm, loss not triton: " in str(choice) and said in str(choice)
 
 
-def test_what_was_measured_goes_before_the_usual_order(install):
-    """A backend that failed is skipped, and the message has the reason. A preferred backend is tried first, and an
-    assumed one needs no package."""
+def test_measurements_override_the_usual_order(install):
+    """A backend that failed is skipped with its reason, a preferred one is tried first, and an assumed one does not need
+    its package."""
     uses = operator_uses(ModelConfig(layers="mamba1"), torch.bfloat16)
     install("mamba triton")
     failed = {("scan", "triton"): "it is off"}

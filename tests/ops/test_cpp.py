@@ -28,8 +28,8 @@ needs_compiler = pytest.mark.skipif(bool(cpp.why_unavailable()), reason="no C co
 USES = {operator: [Use(operator, torch.float32, False)] for operator in ("conv", "scan")}
 
 
-def assert_portable_because(reason):
-    """Asserts that `auto` selects the reference backends if C can't be used, and that the log contains the reason."""
+def assert_reference_because(reason):
+    """Without a C library, auto takes the reference backends, and the line in the log contains the reason."""
     choice = resolve_backends("auto", "cpu", USES)
     assert choice.backends == {"conv": "reference", "scan": "reference"}
     assert str(choice).startswith("reference: conv, scan; conv, scan not cpp: ")
@@ -49,10 +49,10 @@ WRITES_JUNK = f'{OTHERWISE} while [ "$1" != -o ]; do shift; done; echo junk >"$2
     ],
     ids=["always fails", "knows no flag", "writes junk"],
 )
-def test_a_broken_compiler_means_portable_and_says_so(fresh, monkeypatch, body, said):
+def test_a_broken_compiler_leaves_the_reference_backends(fresh, monkeypatch, body, said):
     compiler = write_program(fresh / "strange-cc", f"#!/bin/sh\n{body}\n")
     monkeypatch.setenv("CC", str(compiler))
-    assert_portable_because(said)
+    assert_reference_because(said)
     with pytest.raises(UserError, match=f"conv can't be cpp on cpu.*{said}.*kernels=auto"):
         resolve_backends("cpp", "cpu", USES)
 
@@ -71,16 +71,16 @@ def test_each_version_of_a_compiler_has_a_library_of_its_own(fresh, monkeypatch)
 def test_no_compiler(monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert_portable_because("no C compiler")
+    assert_reference_because("no C compiler")
     monkeypatch.setenv("CC", "/nowhere/cc")
-    assert_portable_because("/nowhere/cc")
+    assert_reference_because("/nowhere/cc")
 
 
 @needs_compiler
 def test_a_cache_folder_that_cannot_be(fresh, monkeypatch):
     (fresh / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file"))
-    assert_portable_because(str(fresh / "file"))
+    assert_reference_because(str(fresh / "file"))
 
 
 CHILD = """
@@ -131,7 +131,7 @@ from mamba_fsdp.ops import cpp
 
 torch.set_num_threads(3)
 denormals = torch.full((3 << 16,), 1e-310, dtype=torch.float64)
-assert denormals.mul(0.5).all()  # by threads that live on
+assert denormals.mul(0.5).all()  # starts the threads
 
 def resident_mb():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20

@@ -21,8 +21,8 @@ def inputs(tokens=23, d_model=6, vocab=11, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("tokens", [0, 6])
-def test_nothing_counted(tokens):
-    """Without a counted token, loss and gradients are 0, not NaN."""
+def test_without_counted_tokens_loss_and_gradients_are_0(tokens):
+    """They are never NaN."""
     hidden, weight, labels = inputs(tokens=tokens)
     loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100))
     loss.backward()
@@ -82,9 +82,9 @@ def test_labels_outside_the_vocabulary_are_refused(label):
     ids=str,
 )
 def test_the_factor_before_the_loss_is_not_rounded(dtype, of_weight, factor):
-    """Half-precision gradients equal those of float64 times the factor, even if the dtype can't represent the factor.
+    """Half-precision gradients agree with float64, even if the dtype can't represent the factor exactly.
 
-    Rounding errors of elements have both signs. The test measures the error of the length of the whole gradient.
+    Rounding changes each element in either direction, so the test compares the lengths of whole gradients.
     """
     hidden, weight, labels = inputs(tokens=400, d_model=16, vocab=50, dtype=dtype)
     leaves = {"hidden": 4 * hidden, "weight": (4 * weight).to(of_weight)}
@@ -100,7 +100,7 @@ def test_the_factor_before_the_loss_is_not_rounded(dtype, of_weight, factor):
 
 
 @pytest.mark.parametrize("asked, chunk", [(100, 100), (None, 1024)])
-def test_logits_of_one_chunk_at_a_time(asked, chunk):
+def test_only_the_logits_of_one_chunk_exist_at_a_time(asked, chunk):
     hidden, weight, labels = inputs(tokens=1500, d_model=2, vocab=300)
     with LargestTensor() as largest:
         linear_cross_entropy(hidden, weight, labels, chunk=asked).backward()

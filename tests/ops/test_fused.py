@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.support.mamba_ssm_install import mamba_ssm_folder, with_triton
+from tests.support.mamba_ssm_install import mamba_ssm_folder, triton_environment
 from tests.support.processes import run_program
 
 pytestmark = pytest.mark.slow
@@ -25,11 +25,11 @@ from mamba_fsdp.ops.scan import selective_scan
 
 folder = sys.argv[1]
 sys.path.append(folder)
-package = types.ModuleType("mamba_ssm")  # without running its __init__, which loads everything else
+package = types.ModuleType("mamba_ssm")  # its real __init__ would load all other modules
 package.__path__ = [folder + "/mamba_ssm"]
 sys.modules["mamba_ssm"] = package
 sys.modules["selective_scan_cuda"] = types.ModuleType("selective_scan_cuda")
-# its kernels are defined at import, and not called
+# the Triton kernels are defined at import, but not called
 sys.modules["triton"] = sys.modules["triton.language"] = MagicMock(__version__="3.0")
 sys.modules["triton"].Config.return_value.num_warps = 1
 calls = []
@@ -84,7 +84,7 @@ randn = lambda *shape: torch.randn(*shape, generator=generator)
 seq_idx = (torch.arange(30) >= 13).long().expand(2, 30)
 
 def same(function, values, expected_calls, **options):
-    """fused and reference agree in outputs and gradients, and fused called what is named."""
+    """Checks that fused and reference agree in outputs and gradients, and that fused makes the expected calls."""
     values = {name: v.requires_grad_() for name, v in values.items()}
     results = []
     for backend in ("reference", "fused"):
@@ -153,5 +153,5 @@ def test_fused_calls_equal_the_portable_forms(project):
 
 def test_fused_calls_of_mamba_2_equal_the_portable_forms(project):
     program = project / "tests/support/fused_on_cpu.py"
-    result = run_program(sys.executable, program, mamba_ssm_folder(), **with_triton())
+    result = run_program(sys.executable, program, mamba_ssm_folder(), **triton_environment())
     assert result.returncode == 0, result.stdout + result.stderr

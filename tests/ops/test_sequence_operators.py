@@ -165,7 +165,7 @@ LAYOUTS = {
 
 @each_form
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_slices_are_taken_as_they_lie(operator, backend, layout):
+def test_inputs_can_have_any_strides(operator, backend, layout):
     values = draw(operator)
     for name, value in values.items():
         if value.dim() > 2:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.triton_wheels import PATCHED, PATCHES, bare_triton_2_2, with_class
+from tests.support.triton_wheels import PATCHED, PATCHES, bare_triton_2_2, cache_manager_environment
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
@@ -22,19 +22,23 @@ def patched(tmp_path_factory):
 
 @pytest.fixture(
     scope="session",
-    # The versions of the two stacks.
-    params=[PATCHED, pytest.param("3.6.0", marks=pytest.mark.slow)],
+    params=[
+        PATCHED,
+        pytest.param("3.6.0", marks=pytest.mark.slow),
+    ],  # the versions of the two stacks
 )
 def triton(request):
-    """The environment of a process whose Triton has the cache writer of rank 0. The writer is the same for all
-    versions; Triton's folders and its calls differ."""
+    """Returns the environment of a process whose Triton has the rank-0-only writer.
+
+    The writer is the same for all versions of Triton, but Triton's own folders and calls differ.
+    """
     if request.param == PATCHED:
         return request.getfixturevalue("patched")
-    return with_class(request.param)
+    return cache_manager_environment(request.param)
 
 
-def said_by(process):
-    """Returns (output, errors) of a process. Asserts that it succeeds."""
+def finish(process):
+    """Waits for a process that must not fail, and returns (stdout, stderr)."""
     output, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
     return output, errors
@@ -68,8 +72,8 @@ class Cluster:
         )
 
     def finish(self, *processes):
-        """Returns the results of the ranks. Fails if a rank hangs or fails."""
-        return [json.loads(said_by(process)[0]) for process in processes]
+        """Waits for the ranks, and returns their results. A rank that hangs or fails is a failure of the test."""
+        return [json.loads(finish(process)[0]) for process in processes]
 
     def run(self, environment, plan, **more):
         return self.finish(self.start(environment, plan, **more))[0]

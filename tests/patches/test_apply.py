@@ -49,22 +49,22 @@ def test_patch_is_applied_once(pristine):
         "echo > __init__.py",
     ],
 )
-def test_what_does_not_fit_is_refused(pristine, change):
-    """A changed module or another version ends the build with a reason, and nothing is written."""
+def test_another_version_or_a_changed_module_is_refused(pristine, change):
+    """The build ends with a reason, and nothing is written."""
     subprocess.run(change, shell=True, check=True, cwd=pristine / "triton")
     before = snapshot(pristine)
     status, words = apply(pristine)
     assert status == 1 and words.startswith("error: ") and snapshot(pristine) == before
 
 
-def test_no_triton_at_all(tmp_path):
+def test_a_folder_without_triton_is_refused(tmp_path):
     status, words = apply(tmp_path)
     assert status == 1 and "holds no Triton" in words
 
 
 @pytest.mark.slow
 def test_newer_triton_gets_the_class_only(tmp_path):
-    """For a Triton with the setting, apply.py adds one file and names the variable that switches it on."""
+    """For a Triton with a setting for its cache, apply.py adds one file, and prints the variable that enables it."""
     shutil.copytree(fetch(NEWEST) / "triton/runtime", tmp_path / "triton/runtime")
     shutil.copy(fetch(NEWEST) / "triton/__init__.py", tmp_path / "triton")
     before = snapshot(tmp_path)

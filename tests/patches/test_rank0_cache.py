@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.patches.conftest import said_by
+from tests.patches.conftest import finish
 from tests.support.triton_rank import author_of
 
 KERNELS = [f"kernel{i}" for i in range(4)]
@@ -69,7 +69,7 @@ def test_read_only_folder(patched, cluster):
     wrapper = [*namespace, "sh", "-ec", READ_ONLY, "sh"]
     plan = pose(0, kernels=["old", "new", "newer"])
     for rank, warnings in (("0", 2), ("1", 0)):  # once for cache, once for dump
-        output, errors = said_by(cluster.start(patched, plan, wrapper=wrapper, RANK=rank))
+        output, errors = finish(cluster.start(patched, plan, wrapper=wrapper, RANK=rank))
         assert json.loads(output) == {"old": "hit", "new": "compiled", "newer": "compiled"}
         assert errors.count("can't be written (Read-only file system)") == warnings
     assert cluster.files() == before and cluster.files("private") == []
@@ -104,8 +104,8 @@ PUBLISHES = {  # {environment of a process: whether it writes to the shared fold
 
 
 @pytest.mark.parametrize("environment", PUBLISHES)
-def test_the_environment_says_who_writes(patched, cluster, environment):
-    """The writing rank is determined from the launcher's variables alone, at the first write."""
+def test_the_environment_decides_which_rank_writes(patched, cluster, environment):
+    """The variables of the launcher alone decide it, before the first write."""
     variables = dict(word.split("=") for word in environment.split())
     cluster.run(patched, pose(0, kernels=["k"]), **variables)
     assert bool(cluster.files()) == PUBLISHES[environment]

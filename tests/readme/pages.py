@@ -1,9 +1,7 @@
-"""Finds the commands in the blocks of README.md and docs/*.md. The tests of this folder run them, except the ones in
-NOT_RUN.
+"""Finds the commands in README.md and docs/*.md for the tests in this folder, and lists the ones that they can't run.
 
-A block contains commands if it is fenced as sh or python, or indented by four spaces. A fence without a language shows
-the output of a program or the content of a folder. In such a block, a line that begins with "$ " is a command, and the
-following lines are its output.
+Blocks that are fenced as sh or python, or indented by four spaces, contain commands. A fence without a language shows the
+output of a program or the content of a folder. A line in it that begins with "$ " is a command, followed by its output.
 """
 
 import json
@@ -13,7 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.support.forked import output_of, rank_0_output, start, start_ranks
+from tests.support import forked
 from tests.support.projects import PROJECT
 
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (PROJECT / "docs").glob("*.md"))]
@@ -27,12 +25,12 @@ ON_A_CLUSTER = ["docs/cluster.md", "docs/image.md"]
 class Command:
     text: str
     language: str  # sh or python
-    output: str = ""  # what the page says it prints, if it says so
+    output: str = ""  # the output on the page, if there is one
 
 
 PARALLELCLUSTER = "it sets up the head node of a real ParallelCluster"
 EXAMPLES = "/opt/parallelcluster/examples"
-# {page: {first words of a command: why no test of this folder runs it, and which other test does}}
+# {page: {prefix of a command: why no test in this folder runs it, and the test that covers it}}
 NOT_RUN = {
     "README.md": {
         "docker build": "CI has no Docker: tests/container/test_image.py",
@@ -146,7 +144,7 @@ def commands_to_run(page: str) -> list[Command]:
 
 
 class Shell:
-    """Runs sh commands in a folder, one after the other, as far as the pages need it."""
+    """Runs commands in a folder. It supports only the features of a shell that the pages need."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -183,6 +181,6 @@ class Shell:
             ranks, *words = words
             count = int(ranks.removeprefix("--nproc_per_node="))
             assert words[:2] == ["-m", "mamba_fsdp"]
-            return rank_0_output(start_ranks(count, words[2:], words[:2], self.folder))
+            return forked.run_ranks(count, words[2:], words[:2], self.folder)
         command = shlex.join([program, *words])
-        return output_of(start(command, self.folder, merged=False), command)
+        return forked.run(command, self.folder, merged=False)

@@ -1,7 +1,7 @@
-"""Runs the commands of docs/cluster.md and docs/image.md exactly as they are written.
+"""Runs the commands of docs/cluster.md and docs/image.md on a simulated cluster and inside the image.
 
-The commands of Slurm and Pyxis are stand-ins (tests/support/pyxis.py) that run their arguments on this machine.
-Nothing is trained: training.py and get_dataset.py only record their arguments. tests/slurm trains on a real Slurm.
+The replacements for Slurm and Pyxis (tests/support/pyxis.py) run everything on this machine. training.py and
+get_dataset.py only record their arguments. tests/slurm trains on a real Slurm.
 """
 
 import re
@@ -11,8 +11,8 @@ import subprocess
 import pytest
 
 from tests.readme.pages import blocks_to_run, text_of
-from tests.support.forked import output_of, start
-from tests.support.projects import make_project, make_venv, shorten_the_corpus
+from tests.support import forked
+from tests.support.projects import make_project, make_venv, shorten_corpus
 from tests.support.pyxis import SQUASHFS, make_cluster
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ def here(tmp_path, monkeypatch, project):
     folder = make_project(tmp_path / "fsx/me/mamba-train")
     shutil.copy(project / "0.create_env.sh", folder)
     make_venv(folder)
-    shorten_the_corpus(folder)
+    shorten_corpus(folder)
     return folder
 
 
@@ -118,5 +118,4 @@ def test_the_other_commands_run_inside_the_image(user_folder, here, tmp_path):
     asked = (tmp_path / "asked").read_text().splitlines()
     assert len(asked) == 6
     for words in asked:
-        command = f"python {words}"
-        assert output_of(start(command, here), command)
+        assert forked.run(f"python {words}", here)

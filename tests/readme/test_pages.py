@@ -1,8 +1,8 @@
-"""Runs every command in the blocks of README.md and docs/*.md exactly as it is written.
+"""Every command in README.md and docs/*.md works as it is written.
 
-This file covers all pages except those that need a fresh clone (test_readme.py) or a cluster (test_cluster_pages.py).
-Each page has a folder with the data and the run of a first training. A temporary folder with files of other launchers
-replaces /fsx of the pages. A program of .venv is forked from a process that has its imports.
+This file tests all pages that do not need a fresh clone (test_readme.py) or a cluster (test_cluster_pages.py). Each page
+gets a folder with the data and the run of a first training. A temporary folder replaces /fsx, and contains files in the
+formats of other launchers. Programs of .venv are forked from a process that has already imported everything.
 """
 
 import gzip
@@ -34,7 +34,8 @@ from tests.readme.pages import (
     commands_to_run,
     text_of,
 )
-from tests.support.others_tokens import write_fms, write_layout
+from tests.support.corpora import write_files
+from tests.support.foreign_tokens import write_fms, write_layout
 from tests.support.tiny import TINY, format_arguments
 
 COMPOSER = """
@@ -100,16 +101,17 @@ def make_data(fsx, random):
     write_fms(fsx / "data/code/lang=c/0.arrow", documents)
     rows = random.integers(0, 256, (100, 32)).tolist()
     datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(fsx / "data/blocks")
-    (fsx / "openwebtext").mkdir()
-    for name in ("train.bin", "val.bin"):
-        np.arange(5000, dtype="uint16").tofile(fsx / "openwebtext" / name)
-    (fsx / "texts").mkdir()
-    (fsx / "texts/a.txt").write_text("some text\n" * 2000)
+    files = {
+        "openwebtext/train.bin": np.arange(5000, dtype="uint16").tobytes(),
+        "openwebtext/val.bin": np.arange(5000, dtype="uint16").tobytes(),
+        "texts/a.txt": "some text\n" * 2000,
+        "twice.jsonl.gz": gzip.compress(gzip.compress(b"text")),
+        "chats.jsonl": '{"messages": [{"role": "a", "content": null}]}\n',
+        "lists.jsonl": '{"text": ["a", "b"]}\n',
+        "half.jsonl": '{"text": "\\ud800"}\n',
+    }
+    write_files(fsx, files)
     shutil.make_archive(str(fsx / "texts"), "gztar", fsx / "texts")
-    (fsx / "twice.jsonl.gz").write_bytes(gzip.compress(gzip.compress(b"text")))
-    (fsx / "chats.jsonl").write_text('{"messages": [{"role": "a", "content": null}]}\n')
-    (fsx / "lists.jsonl").write_text('{"text": ["a", "b"]}\n')
-    (fsx / "half.jsonl").write_text('{"text": "\\ud800"}\n')
     tokenizer.train(["some text"], 300).save(fsx / "tokenizers/mine")
 
 
@@ -234,7 +236,7 @@ def test_a_row_of_a_page_is_true(there, here):
         if not code.startswith("get_dataset.py"):
             meant |= words(code)
     settings = resolve_settings(words(there))
-    # Names of other launchers imply their optimizer, AdamW.
+    # Names of settings of other launchers imply their optimizer, AdamW.
     ours = resolve_settings({"recipe": settings.optimizer.recipe, **meant})
     assert as_dict(settings) == as_dict(ours)
     assert bool(settings.explicit - {"recipe"}) != here.startswith("changes nothing")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.readme.pages import IN_A_CLONE, Shell, commands_to_run
 from tests.support.processes import run_program
-from tests.support.projects import PROJECT, edit, make_venv, shorten_the_corpus
+from tests.support.projects import PROJECT, edit, make_venv, shorten_corpus
 
 # The thousand steps of the demo take minutes. This many steps suffice to show that it learns.
 DEMO_STEPS = 25
@@ -17,7 +17,7 @@ DEMO_STEPS = 25
 
 def shorten_the_demo(clone):
     edit(clone / "config/demo.yaml", "num_steps: 1000", f"num_steps: {DEMO_STEPS}")
-    shorten_the_corpus(clone)
+    shorten_corpus(clone)
     identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
     subprocess.run(["git", *identity, "commit", "-qam", "Shorter"], cwd=clone, check=True)
 

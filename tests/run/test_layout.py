@@ -6,12 +6,11 @@ import pytest
 
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.run import layout, names
+from tests.support.corpora import write_files
 
 
 def make(folder, *files):
-    for file in files:
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).touch()
+    write_files(folder, dict.fromkeys(files, ""))
 
 
 IS = "is not a run folder (it contains"
@@ -28,7 +27,7 @@ IS = "is not a run folder (it contains"
         "": "",
     }.items(),
 )
-def test_what_is_no_run_folder_is_not_made_one(tmp_path, files, refused):
+def test_other_folders_are_not_used_as_run_folders(tmp_path, files, refused):
     """Files of the launcher and log files are accepted, because they can exist before the run."""
     make(tmp_path, *files.split())
     if refused:
@@ -60,7 +59,7 @@ def test_a_folder_that_can_t_be_listed_is_not_an_empty_one(tmp_path):
         layout.newest_step(tmp_path)
 
 
-def test_what_is_being_saved_is_listed(tmp_path):
+def test_unfinished_checkpoints_are_listed(tmp_path):
     """Other files in the staging folder are not listed."""
     saved = f".{names.LEASE}.0123456789ab.partial/step_00000002"
     make(tmp_path, f"{saved}/x", "checkpoints/step_00000001/x", ".other.0123.partial/step_00000003")

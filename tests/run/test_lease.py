@@ -17,7 +17,6 @@ from mamba_fsdp.errors import LeaseLostError, StorageError, UserError
 from mamba_fsdp.run import lease as module
 from mamba_fsdp.run.lease import Holder, Lease, new_folder
 from mamba_fsdp.run.names import LEASE
-from mamba_fsdp.storage import retry
 from mamba_fsdp.trainer.run_folder import RunFolder
 from tests.support.disk import Disk
 
@@ -67,7 +66,7 @@ def test_a_living_holder_is_named_to_the_second(take, tmp_path):
     take()
 
 
-def test_a_holder_of_this_machine_that_has_ended_stops_nobody(take, tmp_path, monkeypatch):
+def test_a_dead_holder_on_this_machine_does_not_block_others(take, tmp_path, monkeypatch):
     """No renewal is awaited. The process id can be unused, belong to another process, or to a zombie."""
     monkeypatch.setattr(Lease, "is_renewed", lambda _: pytest.fail("it was watched"))
     here = Holder.this_process()
@@ -114,7 +113,7 @@ def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
         take()
 
 
-def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, tmp_path):
+def test_a_process_that_lost_its_lease_changes_nothing(take, tmp_path):
     """It no longer writes, moves or removes anything."""
     before = threading.enumerate()
     lease = take()
@@ -146,7 +145,6 @@ def test_one_that_lost_its_lease_finds_out_and_leaves_the_other_in_peace(take, t
 def test_a_lease_that_can_t_be_looked_at_is_not_lost(take, tmp_path, monkeypatch):
     """The storage can be unavailable, or not mounted."""
     lease = take()
-    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
     with monkeypatch.context() as patched:
         Disk(patched, tmp_path).lose(LEASE)
         with pytest.raises(StorageError, match="lease.json: Input/output error"):
@@ -159,7 +157,7 @@ def test_a_lease_that_can_t_be_looked_at_is_not_lost(take, tmp_path, monkeypatch
     lease.file = tmp_path / LEASE
 
 
-def test_what_a_killed_process_left_is_removed_and_said(take, tmp_path):
+def test_files_of_a_killed_process_are_removed_and_reported(take, tmp_path):
     """Only files in its staging folder are removed, and other hidden folders are kept."""
     killed = take()
     (killed.staging / "step_00000002").mkdir()
@@ -205,7 +203,7 @@ def test_storage_that_fails_while_a_folder_is_made_is_no_mistake(tmp_path, numbe
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "large"])
-def test_what_can_be_no_lease_is_refused_at_once(take, tmp_path, kind):
+def test_an_invalid_lease_file_is_refused_at_once(take, tmp_path, kind):
     """Earlier, a start looped, hung, or read the file again and again."""
     if kind == "link":
         (tmp_path / LEASE).symlink_to(tmp_path / "nowhere")

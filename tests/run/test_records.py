@@ -137,7 +137,7 @@ def test_a_run_that_could_not_write_its_end_is_not_called_running(tmp_path, star
 
 
 def test_a_run_that_was_killed_on_request_is_stopped(tmp_path):
-    """That holds before its first step only. A run that ended by itself keeps its own status."""
+    """This only applies before its first step. A run that ended by itself keeps its own status."""
     records.write_status(tmp_path, "running", 0, STARTING_REASON)
     left_by(tmp_path, **asdict(Holder.this_process()) | {"started": 1})
     records.repair_status(tmp_path, "ended at once, on request")

@@ -29,7 +29,7 @@ def test_it_completes_names_and_choices(project, tmp_path, line):
     asked = " ".join(f'"{word}"' for word in [command, *words])
     code = f"""
 source '{project}/mamba_fsdp/launch/completion.bash'
-compopt() {{ :; }} # which only a line that is typed has
+compopt() {{ :; }} # it only works in an interactive shell
 COMP_WORDS=({asked})
 COMP_CWORD={len(words)}
 _mamba_fsdp

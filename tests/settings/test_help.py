@@ -1,4 +1,4 @@
-"""--help shows what people set, in lines that fit the terminal; --help=all shows everything; --help=WORD finds it."""
+"""Tests --help for the usual settings, --help=all, and --help=TOPIC, which searches the settings."""
 
 import dataclasses
 import importlib
@@ -23,7 +23,7 @@ def columns(monkeypatch):
 
 
 def listed_settings(asked):
-    """The settings that the page names, in its order."""
+    """Returns the settings on the page in order."""
     return re.findall(r"^  --(\w+)=", settings_page().text(asked), re.M)
 
 
@@ -78,7 +78,7 @@ def test_a_topic_finds_its_setting_or_why_there_is_none():
     assert said.startswith("logical shards is not a setting here: ")
 
 
-BESIDES = {  # {search term: the text that --help=TERM shows in place of an option}
+OTHER_PROGRAMS = {  # {search term: the text that --help=TERM shows in place of an option}
     "early": "early_stopping_patience is not a setting here: a run has its length; a file STOP",
     "patience": "STOP",
     "gpu": "./1.train.sbatch trains on all GPUs",
@@ -86,7 +86,7 @@ BESIDES = {  # {search term: the text that --help=TERM shows in place of an opti
 
 
 def test_a_topic_without_an_option_finds_a_setting_of_another_program():
-    for asked, answer in BESIDES.items():
+    for asked, answer in OTHER_PROGRAMS.items():
         assert answer in " ".join(settings_page().text(asked).split()), asked
 
 

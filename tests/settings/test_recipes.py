@@ -25,7 +25,7 @@ PARAMETERS = {"mamba-130m": 0.13e9, "mamba2-2.7b": 2.7e9, "llama2_70b": 69e9}
 
 
 def differing(one, other):
-    """{setting: both values} where two resolved settings differ."""
+    """Returns {setting: both values} of the settings that differ."""
     one, other = as_dict(one), as_dict(other)
     return {
         name: (value, other[section][name])
@@ -49,17 +49,17 @@ def test_each_recipe_resolves_to_the_model_that_it_names_and_fits_a_gpu():
 
 
 def test_a_model_name_means_the_same_as_model_name_and_as_config():
-    where_it_runs = {"dataset_path", "datasets", "weights", "save_ckpt_path", "num_workers"}
-    what_is_told = {"eval_interval", "eval_batches", "checkpoint_interval", "report_interval"}
+    paths_and_workers = {"dataset_path", "datasets", "weights", "save_ckpt_path", "num_workers"}
+    intervals = {"eval_interval", "eval_batches", "checkpoint_interval", "report_interval"}
     for word in (*RECIPES, *SPELLINGS):
         by_config = resolve_settings({}, word)
         kept = differing(by_config, resolve_settings({"model_name": word}))
         assert kept.pop("sharding_strategy", ("fsdp", "auto")) == ("fsdp", "auto"), word
-        assert kept.keys() <= where_it_runs | what_is_told, word
+        assert kept.keys() <= paths_and_workers | intervals, word
 
 
 def test_the_lines_that_the_demo_and_readme_print_train_as_the_demo_does(project):
-    """They differ only in the settings that they give: data, folder, shape and length."""
+    """They only differ in the settings that they contain: data, folder, shape and length."""
     demo = resolve_settings({}, "demo")
     text = "".join(
         (project / file).read_text()

@@ -27,7 +27,7 @@ def refused(config_file=None, **given_words):
 
 
 def words(text):
-    """{name: value} of `name=value name=value`."""
+    """Returns {name: value} of the text `name=value name=value`."""
     return dict(word.split("=", 1) for word in text.split())
 
 
@@ -119,7 +119,7 @@ def test_mistakes_are_refused_with_the_reason(given):
 
 
 # {a setting with a value, one for each condition: (settings with which it has no effect, settings with which it has one)}
-POINTLESS = {
+INEFFECTIVE = {
     "d_state=8": ("layers=attention", ""),
     "d_conv=3": ("layers=attention", ""),
     "dt_rank=3": ("layers=mamba2", ""),
@@ -151,27 +151,27 @@ POINTLESS = {
 
 def test_the_table_has_a_setting_of_each_need():
     needs = {name: leaf.metadata["needs"] for name, (_, leaf) in all_settings().items()}
-    tried = {needs[given.partition("=")[0]].description for given in POINTLESS}
+    tried = {needs[given.partition("=")[0]].description for given in INEFFECTIVE}
     assert tried == {need.description for need in needs.values() if need}
 
 
-@pytest.mark.parametrize("given", POINTLESS)
+@pytest.mark.parametrize("given", INEFFECTIVE)
 def test_a_setting_without_effect_is_refused(given, tmp_path):
     """A setting of the model is only reported, because one command line can be used for several models."""
-    where_not, where = map(words, POINTLESS[given])
+    without_effect, with_effect = map(words, INEFFECTIVE[given])
     name = given.partition("=")[0]
     usual = resolve()
-    resolve(**where, **words(given))
-    resolve(**where_not, **{name: module.format_value(usual.value(name))})
+    resolve(**with_effect, **words(given))
+    resolve(**without_effect, **{name: module.format_value(usual.value(name))})
 
     def told(*arguments, **given_words):
         if hasattr(usual.model, name):
             return "".join(resolve(*arguments, **given_words).notes)
         return refused(*arguments, **given_words)
 
-    assert f"{given} has no effect without " in told(**where_not, **words(given))
+    assert f"{given} has no effect without " in told(**without_effect, **words(given))
     file = tmp_path / "own.yaml"
-    lines = [f"{key}: {value}\n" for key, value in {**where_not, **words(given)}.items()]
+    lines = [f"{key}: {value}\n" for key, value in {**without_effect, **words(given)}.items()]
     file.write_text("".join(lines))
     assert re.search(f"{name}=.* has no effect without ", told(str(file)))
 
@@ -300,7 +300,7 @@ def test_a_duration_reads_what_it_writes_and_rounds_up(count, unit, tokens_per_s
 
 @pytest.fixture
 def first_run(tmp_path, monkeypatch):
-    """The folder that runs/train is in: a run of d_model=64 on data/a, with a checkpoint."""
+    """A folder with runs/train, a run with d_model=64 on data/a that has a checkpoint."""
     monkeypatch.chdir(tmp_path)
     commit_empty(tmp_path / "runs/train", 1)
     settings = resolve(dataset_path="data/a", d_model="64")

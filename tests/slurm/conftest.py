@@ -29,7 +29,7 @@ def slurm_project(tmp_path):
 
 @pytest.fixture(scope="module")
 def started_cluster(tmp_path_factory):
-    """Three nodes without GPUs, and three with GPUs, of which one has another number of GPUs."""
+    """Starts three nodes without GPUs, two nodes with two GPUs, and one node with four."""
     reason = slurm.missing()
     if reason:
         pytest.skip(reason)

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests.support.processes import write_program
-from tests.support.projects import FOR_EVER, starts
+from tests.support.projects import MANY_STEPS, starts
 
 pytestmark = [pytest.mark.pinned, pytest.mark.slow]
 RUN = "--save_ckpt_path=runs/a"
@@ -63,9 +63,9 @@ def test_two_nodes_make_one_run_of_a_rank_for_each_gpu_in_the_shared_venv(
         assert rank["cwd"] == str(project)
         assert len(set(rank["open_files"])) == 1, "many nodes need all that a process may open"
         assert (environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("4", "2")
-        assert environment["MASTER_ADDR"] == "node4", "a host name, which a replaced node keeps"
+        assert environment["MASTER_ADDR"] == "node4", "a host name is kept if a node is replaced"
         assert environment["TRITON_CACHE_DIR"] == f"{project}/runs/.cache/triton"
-        assert environment["GLOO_SOCKET_IFNAME"] == "eth0", "its own name is 127.0.1.1 to a node"
+        assert environment["GLOO_SOCKET_IFNAME"] == "eth0", "the own name of a node is 127.0.1.1"
         assert not any(name.startswith("FI_") for name in environment), "there is no EFA"
     assert "0: fake rank 0" in text and "1: fake rank 2" in text, "each line names its node"
     assert text.splitlines()[-1] == f"finished: {project}/runs/a"
@@ -88,8 +88,8 @@ def test_a_job_may_ask_for_memory_in_any_way_and_share_its_node_with_a_users_ste
     assert said.splitlines()[-1] == f"finished: {project}/runs/a"
 
 
-def test_scancel_ends_the_job_for_good_but_with_a_checkpoint(cluster, project):
-    job = cluster.submit(project, RUN, FOR_EVER, env={"FAKE_COMMIT_SECONDS": "3"})
+def test_scancel_ends_the_job_with_a_checkpoint(cluster, project):
+    job = cluster.submit(project, RUN, MANY_STEPS, env={"FAKE_COMMIT_SECONDS": "3"})
     wait_for_training(cluster, project)
     cluster.run("scancel", job)
     assert cluster.wait_for_end(job) == "CANCELLED"
@@ -99,7 +99,7 @@ def test_scancel_ends_the_job_for_good_but_with_a_checkpoint(cluster, project):
     assert '"stopped"' in read(project / "runs/a/status.json")
 
 
-def test_preemption_with_a_grace_time_goes_on_later(cluster, project):
+def test_a_preempted_job_with_a_grace_time_continues_later(cluster, project):
     """A job of higher priority takes the nodes. Our job writes a checkpoint, ends, and finishes later."""
     low = ["--partition=low"]
     job = cluster.submit(project, RUN, "--num_steps=20", options=low, env={"FAKE": "held"})
@@ -111,12 +111,12 @@ def test_preemption_with_a_grace_time_goes_on_later(cluster, project):
     assert cluster.restarts(job) >= 1 and second > 0
 
 
-def test_a_node_that_went_is_named_and_no_survivor_blamed(cluster, project):
+def test_a_lost_node_is_named_and_other_nodes_are_not_blamed(cluster, project):
     """The ranks on other nodes fail because of the loss. Slurm does not notice it for minutes, so
     the job queues itself again.
     """
     run = project / "runs/a"
-    job = cluster.submit(project, RUN, FOR_EVER, env={"MAX_RESTARTS": "0"})
+    job = cluster.submit(project, RUN, MANY_STEPS, env={"MAX_RESTARTS": "0"})
     wait_for_checkpoint(cluster, project)
     cluster.cut_power("node2")
     (run / "fail").touch()
@@ -130,7 +130,7 @@ def test_a_node_that_went_is_named_and_no_survivor_blamed(cluster, project):
 def test_a_spare_takes_the_place_of_a_node_that_falls_silent(cluster, project):
     """Slurm does not notice the loss, and the ranks on the other node would wait forever."""
     run = project / "runs/a"
-    job = cluster.submit(project, RUN, FOR_EVER, options=["--nodes=3"], env={"SPARE_NODES": "1"})
+    job = cluster.submit(project, RUN, MANY_STEPS, options=["--nodes=3"], env={"SPARE_NODES": "1"})
     wait_for_checkpoint(cluster, project)
     cluster.set_link("node2", "down")
     cluster.wait_until(lambda: len(starts(run)) == 4, "the ranks have started again")

@@ -33,7 +33,7 @@ if os.environ.get("HELD") and not os.environ.get("SLURM_RESTART_COUNT"):
         if request.files and len(looks) > 5:
             while not any(file.exists() for file in request.files):
                 time.sleep(0.05)
-            request.next_poll = 0.0  # it looks now, not up to a second and hundreds of steps later
+            request.next_poll = 0.0  # it checks now, not up to a second and hundreds of steps later
         return look(request)
 
     StopRequest.check = look_or_wait
@@ -50,7 +50,7 @@ def new_project(tmp_path):
     """
     project = projects.make_project(tmp_path / "the project", training=None)
     projects.edit(project / "config/demo.yaml", "num_steps: 1000", f"num_steps: {DEMO_STEPS}")
-    projects.shorten_the_corpus(project)
+    projects.shorten_corpus(project)
     projects.make_venv(project)
     return project
 
@@ -65,7 +65,7 @@ def training_project(tmp_path):
     project = projects.make_project(tmp_path / "the project", training=None)
     stopping = project / "mamba_fsdp/trainer/stopping.py"
     stopping.write_text(stopping.read_text() + HOLD)
-    projects.shorten_the_silence(project)
+    projects.shorten_lease_expiry(project)
     projects.make_venv(project)
     documents = np.random.default_rng(0).integers(1, 64, size=(300, 100))
     write_store(tmp_path / "store", documents, vocab_size=64, eos=0, tokenizer="none")
@@ -91,7 +91,7 @@ def weights(run):
 
 
 def test_a_bare_sbatch_makes_its_data_and_trains_on_it(cluster, new_project):
-    """A new user does the same: there are no settings and no data."""
+    """This is the first command of a new user, without settings and data."""
     job = cluster.submit(new_project)
     state = cluster.wait_for_end(job)
     text = log(new_project, job)
@@ -108,7 +108,7 @@ def test_a_bare_sbatch_makes_its_data_and_trains_on_it(cluster, new_project):
     assert len(weights(run)) == 1
 
 
-def test_interrupted_by_usr1_the_run_is_bitwise_the_unbroken_one(cluster, training_project):
+def test_a_run_that_usr1_interrupts_equals_an_uninterrupted_one(cluster, training_project):
     """The run is compared with an uninterrupted one of as many ranks on this machine alone.
 
     `--signal=B:USR1@300` sends USR1 before the time limit, even if Slurm's controller is too busy
@@ -156,7 +156,7 @@ def test_a_lost_rank_starts_again_in_its_job_and_a_lost_first_node_costs_only_st
 ):
     """The job's script ran on the lost node, so Slurm queues the job again."""
     run = training_project / "runs/a"
-    words = [*SETTINGS, f"--save_ckpt_path={run}", projects.FOR_EVER, "--checkpoint_interval=5"]
+    words = [*SETTINGS, f"--save_ckpt_path={run}", projects.MANY_STEPS, "--checkpoint_interval=5"]
     job = cluster.submit(training_project, *words)
     checkpoints = run / "checkpoints"
     cluster.wait_until(lambda: list(checkpoints.glob("*/COMMIT")), "a checkpoint is committed")

@@ -8,6 +8,7 @@ import pytest
 
 from mamba_fsdp.errors import StorageError, UserError
 from mamba_fsdp.storage import retry
+from tests.support.corpora import write_files
 from tests.support.disk import Disk
 
 pytestmark = pytest.mark.torch22
@@ -50,13 +51,13 @@ def test_a_transient_error_is_retried_after_growing_pauses(slept, capsys, monkey
     ]
 
 
-def test_storage_that_stays_away_for_a_minute_is_an_error_after_which_a_start_may_succeed(slept):
+def test_an_error_that_lasts_a_minute_is_a_storage_error(slept):
     with pytest.raises(StorageError, match="^file: Stale file handle, even after a minute of"):
         retry.retry_io(failing(10**6, errno.ESTALE), "file")
     assert max(slept) == 5 and 60 <= sum(slept) < 65
 
 
-def test_what_does_not_pass_is_raised_at_once(slept, capsys):
+def test_a_permanent_error_is_raised_at_once(slept, capsys):
     with pytest.raises(OSError, match="No space left"):
         retry.retry_io(failing(1, errno.ENOSPC), "file")
     assert slept == [] and capsys.readouterr().err == ""
@@ -64,9 +65,8 @@ def test_what_does_not_pass_is_raised_at_once(slept, capsys):
     assert type(retry.storage_error(OSError(errno.EIO, ""), "text")) is StorageError
 
 
-def test_what_is_there_is_told_from_what_the_storage_does_not_say(tmp_path, monkeypatch):
-    """exists, is_file, is_folder and list_names follow symbolic links and accept missing paths. If the storage does not
-    answer, they raise an error instead of treating the path as missing."""
+def test_a_missing_file_is_not_confused_with_a_storage_error(tmp_path, monkeypatch):
+    """Links are followed. A folder that can't be listed raises an error instead of an empty list."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "file").write_text("1234")
@@ -83,7 +83,6 @@ def test_what_is_there_is_told_from_what_the_storage_does_not_say(tmp_path, monk
     assert retry.list_names(tmp_path / "nowhere") == []
     assert retry.size_of(tmp_path / "nowhere") == 0
     Disk(monkeypatch, tmp_path).lose("folder")
-    monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
     for look in (retry.exists, retry.list_names, retry.size_of):
         with pytest.raises(StorageError, match="folder: Input/output error"):
             look(folder)
@@ -91,10 +90,9 @@ def test_what_is_there_is_told_from_what_the_storage_does_not_say(tmp_path, monk
         retry.exists(tmp_path / ("a" * 300))
 
 
-def test_a_folder_is_measured_and_removed_without_what_its_links_lead_to(tmp_path):
-    for name in ("other/file", "folder/inner/file", "folder/file"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("1234")
+def test_links_are_not_followed_when_a_folder_is_measured_or_removed(tmp_path):
+    names = ("other/file", "folder/inner/file", "folder/file")
+    write_files(tmp_path, dict.fromkeys(names, "1234"))
     (tmp_path / "folder" / "link").symlink_to(tmp_path / "other")
     link_size = os.stat(tmp_path / "other").st_size
     assert retry.size_of(tmp_path / "folder") == 8 + link_size
@@ -120,7 +118,7 @@ def test_a_file_is_replaced_whole_once_its_data_is_durable(tmp_path, monkeypatch
     assert flushes == [("old", True), ("new", False)]
 
 
-def test_a_rename_that_reports_an_error_though_it_succeeded_is_none(tmp_path, monkeypatch, slept):
+def test_an_error_of_a_rename_that_succeeded_is_ignored(tmp_path, monkeypatch, slept):
     def rename(old, new, real=os.rename):
         real(old, new)
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -134,9 +132,8 @@ def test_a_rename_that_reports_an_error_though_it_succeeded_is_none(tmp_path, mo
         retry.move(tmp_path / "old", tmp_path / "other")
 
 
-def test_a_hidden_name_is_new_and_found_again(tmp_path):
-    """temporary_path returns a new name at each call. list_temporary_paths finds these files, but not files of other
-    programs or temporary files for other names."""
+def test_temporary_paths_are_unique_and_found_again(tmp_path):
+    """Files of other programs, and temporary files for other names, are not listed."""
     hidden = {retry.temporary_path(tmp_path / "a+b") for _ in range(2)}
     others = [retry.temporary_path(tmp_path / other) for other in ("aab", "a+b.c")]
     for path in (*hidden, *others, tmp_path / ".a+b.snapshot"):
@@ -144,7 +141,7 @@ def test_a_hidden_name_is_new_and_found_again(tmp_path):
     assert len(hidden) == 2 and set(retry.list_temporary_paths(tmp_path / "a+b")) == hidden
 
 
-def test_a_pipe_or_a_huge_file_is_no_file_to_read(tmp_path):
+def test_pipes_and_huge_files_are_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(bytes(11))
     for read in (retry.open_to_read, retry.read_bytes):
@@ -170,7 +167,7 @@ def test_a_file_whose_flush_failed_is_written_again(tmp_path, monkeypatch, slept
     assert written == [0, 0, 0] and (tmp_path / "file").read_bytes() == b"data"
 
 
-def test_an_error_of_the_disk_is_found_in_torchs(slept):
+def test_os_errors_are_recognized_in_errors_of_torch(slept):
     error = retry.parse_os_error(
         RuntimeError("unable to mmap 8 bytes: Interrupted system call (4)")
     )

@@ -39,7 +39,7 @@ def test_every_value_stays_text(file, is_own):
 
 
 @pytest.mark.parametrize("text", WRONG, ids=lambda text: text[:20])
-def test_what_is_no_mapping_of_names_is_refused_in_a_line(file, text):
+def test_a_file_without_a_mapping_of_names_is_refused_in_a_line(file, text):
     file.write_text(text)
     with pytest.raises(UserError, match=WRONG[text]) as refused:
         load_yaml(file)

@@ -75,14 +75,14 @@ WRONG = {  # {part of the message: an invalid field}
 }
 
 
-@pytest.mark.parametrize("words", WRONG)
-def test_whatever_else_it_holds_is_an_error(words):
-    with pytest.raises(ValueError, match=words):
-        from_json(Outer, {"step": 1, "eos": 0, **WRONG[words]})
+@pytest.mark.parametrize("message", WRONG)
+def test_an_invalid_field_is_an_error(message):
+    with pytest.raises(ValueError, match=message):
+        from_json(Outer, {"step": 1, "eos": 0, **WRONG[message]})
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\0", "a" * 256, 1, None], ids=repr)
-def test_no_name_leads_out_of_its_folder(name):
+def test_a_file_name_can_not_leave_its_folder(name):
     with pytest.raises(ValueError, match="not the name of a file in this folder"):
         from_json(FileName, name)
 

@@ -1,10 +1,10 @@
-"""A storm of kills: runs are killed at random moments, restarted, and compared bitwise with uninterrupted ones.
+"""Kills runs at random moments, restarts them, and compares them bitwise with uninterrupted runs.
 
     python -m tests.storm [--rounds=12] [--seed=N] [--strategies=ddp,fsdp,hsdp,context]
 
-Each round is a kill of one rank, or of all ranks as if their launcher had died. It happens at the n-th file operation of a
-kind (saving, committing, pruning, publishing and everything else that touches the run folder), after a step, or at any
-time. The seed determines the moments, apart from variations in the speed of the machine.
+Each round kills one rank, or all ranks as if their launcher had died. The moment is the n-th file operation of a kind
+(saving, committing, pruning, consolidating and all others in the run folder), a step, or any time. The seed determines
+the moments; only the times also depend on the speed of the machine.
 """
 
 import argparse
@@ -37,15 +37,10 @@ SETTINGS = {
     "deterministic": True,
     "num_steps": STEPS,
 }
-SECONDS_TO_END = 400  # time limit for the end of the other ranks after a kill, on a busy machine
+SECONDS_TO_END = 400  # the time for ranks to exit after one of them has died, on a busy machine
 OF_RANK_0 = ("os.rename", "os.remove", "os.mkdir", "publish")
 MOMENTS = ("time", "step", "open", *OF_RANK_0)
-LAST = {
-    "step": 5,
-    "open": 60,
-    "os.remove": 20,
-    "publish": 6,
-}  # the highest number of an event at which a kill happens; by default 8
+MAX_COUNTS = {"step": 5, "open": 60, "os.remove": 20, "publish": 6}  # other moments: 8
 
 
 def main(words):
@@ -67,7 +62,7 @@ def main(words):
             end = given.rounds * (number + 1) // len(strategies)
             choose = random.Random(f"{given.seed} {strategy}")
             Storm(folder / strategy, strategy, choose).rage(end - begin)
-    print("all runs ended as the unbroken ones", flush=True)
+    print("all runs equal the uninterrupted ones", flush=True)
 
 
 class Storm:
@@ -81,7 +76,7 @@ class Storm:
         self.settings = {**SETTINGS, "dataset_path": folder.parent / "data"}
         if strategy == "context":
             self.settings |= {"sharding_strategy": "fsdp", "context_parallel": self.ranks}
-        else:  # Gated DeltaNet can't share sequences
+        else:  # Gated DeltaNet does not support context parallelism
             self.settings |= {"sharding_strategy": strategy, "layers": "mamba1,gdn+mlp"}
         folder.mkdir()
 
@@ -108,7 +103,7 @@ class Storm:
         """Returns the moment of a kill (the n-th file operation of a kind, a step, or a number of seconds after the
         first step), the rank to kill, and whether to kill all other ranks too."""
         at = self.choose.choice(MOMENTS)
-        nth = self.choose.randint(1, LAST.get(at, 8))
+        nth = self.choose.randint(1, MAX_COUNTS.get(at, 8))
         if at == "time":
             nth = self.choose.uniform(0, 0.6)
         return {

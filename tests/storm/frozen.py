@@ -1,13 +1,13 @@
-"""A storm of frozen lease holders: a run is frozen before one of its writes, another run takes over its folder, commits and
-finishes, and then the first run wakes. It must not change, add or remove a single file.
+"""Freezes a run before one of its writes, until another run has taken over its folder. When the first run continues, it
+must not change, add or remove a file.
 
     python -m tests.storm.frozen [--all]
 
-The run can be frozen at each call that touches files of the run: while it acquires its folder, writes its settings, events
-and metrics, saves step 6, commits, prunes and publishes, and releases the folder. If the other run has already ended when
-the first one wakes, only calls after the acquisition count. By default, a run is frozen before each rename, before each
-opening of a file for writing, and after each check of the lease; with --all, before each call. Each run is a process with
-one rank and small checkpoints.
+A run with one rank and small checkpoints acquires its folder, writes settings, events and metrics, saves step 6, commits,
+prunes, publishes, and releases the folder. The test repeats this and freezes it at another moment each time: before each
+rename, before each file is opened for writing, and after each check of the lease; with --all before every call that
+touches files of the run. In half of the cases the other run has finished when the first one continues; then the moments
+start after the first one has acquired the folder.
 """
 
 import itertools
@@ -178,7 +178,7 @@ def stop_before(calls, number, run):
     left = [number]
 
     def count(path):
-        """Relative paths are those in a folder that is being removed."""
+        """Counts a call. Relative paths are in a folder that is being removed."""
         if not isinstance(path, (str, os.PathLike)) or threading.current_thread().name == "lease":
             return
         path = os.fspath(path)

@@ -1,6 +1,8 @@
-"""Runs a rank of a storm's run that can kill itself at a given moment: python -m tests.storm.rank KILL ARGUMENTS
+"""A rank of a run of tests.storm that can kill itself at a given moment.
 
-KILL is the JSON of the result of Storm.choose_kill.
+    python -m tests.storm.rank KILL ARGUMENTS
+
+KILL is the JSON of a result of Storm.choose_kill.
 """
 
 import json

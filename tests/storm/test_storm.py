@@ -1,6 +1,6 @@
-"""Tests four kills, and a freeze before each rename of a save, always with the same seed.
+"""Runs the storms with a fixed seed: four kills, and a freeze before each write.
 
-STORM_ROUNDS=200 runs a longer storm that includes HSDP, and FROZEN_STORM=all freezes before each call.
+STORM_ROUNDS=200 makes more kills, also with HSDP, in a night. FROZEN_STORM=all freezes a run before each call.
 """
 
 import os
@@ -18,7 +18,7 @@ def rage(project, *words):
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
 
 
-def test_killed_runs_end_as_unbroken_ones(project):
+def test_killed_runs_equal_uninterrupted_ones(project):
     rounds = os.environ.get("STORM_ROUNDS")
     kills = ["--rounds=4", "--strategies=ddp,context", "--seed=1"]
     if rounds:
@@ -26,6 +26,6 @@ def test_killed_runs_end_as_unbroken_ones(project):
     rage(project, "tests.storm", *kills)
 
 
-def test_a_frozen_holder_takes_nothing_from_the_one_that_took_over(project):
+def test_a_frozen_run_does_not_change_files_of_the_run_that_took_over(project):
     every_call = ["--all"] if os.environ.get("FROZEN_STORM") == "all" else []
     rage(project, "tests.storm.frozen", *every_call)

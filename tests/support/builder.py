@@ -1,7 +1,7 @@
 """Builds images without a container registry, and runs programs in them like Enroot.
 
-It needs root, buildah and mmdebstrap. It makes two base images: a bare Debian, and one with a CUDA compiler and the
-sources of the fused kernels.
+This needs root, buildah and mmdebstrap. The base images are made here: a bare Debian, and a Debian with a CUDA compiler
+and the sources of the fused kernels.
 """
 
 import json
@@ -105,8 +105,8 @@ class Builder:
         (base / "Dockerfile").write_text(BARE)
         (base / "pip.conf").write_text(PIP_CONF)
         (base / "ca" / "none").touch()
-        # A proxy that inspects the traffic has its own certificates.
-        for certificate in Path("/usr/local/share/ca-certificates").glob("*.crt"):
+        certificates_of_proxy = Path("/usr/local/share/ca-certificates").glob("*.crt")
+        for certificate in certificates_of_proxy:
             shutil.copy(certificate, base / "ca")
         (base / "cuda-libraries").mkdir()
         cuda_stand_ins.write_wheels(base / "cuda-libraries")
@@ -115,10 +115,9 @@ class Builder:
         self("bud", "--isolation", "chroot", "-t", "localhost/bare", base)
 
     def make_cuda(self):
-        """Makes localhost/cuda: the bare Debian with a CUDA compiler, and with a git that finds the sources of the
-        kernels in the image.
+        """Makes localhost/cuda: localhost/bare with a CUDA compiler, in which git clones local sources of the kernels.
 
-        The sources are tiny stand-ins, because compiling the real ones takes most of an hour on two cores.
+        These sources are minimal, because compiling the real ones takes most of an hour on two cores.
         """
         base = self.folder / "cuda"
         base.mkdir()
@@ -149,8 +148,8 @@ class Builder:
     def run(self, image, script):
         """Runs `script` in localhost/`image` like Enroot, and returns its output.
 
-        The root folder is read-only, /tmp is a tmpfs, the image does not know the user, and the home folder is not
-        mounted. The variables are those of the image, with the PATH of /etc/profile.
+        The root is read-only, /tmp is a tmpfs, the user is unknown to the image, and the home is not mounted. The
+        variables are those of the image, but /etc/profile sets PATH.
         """
         container = self("from", "--pull-never", f"localhost/{image}").strip()
         root = self("mount", container).strip()

@@ -1,9 +1,9 @@
-"""Finds variables of our kernels that Triton 3 wrongly considers unchanged by a loop. It uses the Triton on the path.
+"""Finds variables of our kernels that Triton 3 wrongly treats as constant in a loop. Uses the Triton on the path:
 
     python -m tests.support.carries    prints a JSON object
 
-If a name refers to the same tensor at the start and at the end of the first iteration, Triton does not carry it from
-iteration to iteration. That is wrong if the loop assigns it the tensor of another name, and this tensor changes.
+If a variable has the same tensor at the start and at the end of an iteration, Triton does not carry it to the next
+iteration. That is wrong if the loop assigns it the tensor of another variable, and this variable changes.
 """
 
 import json
@@ -72,7 +72,7 @@ class Check:
 
 
 def check(function, signature, constants, aligned=(), **options):
-    """Returns what Triton's front end shows of a kernel."""
+    """Runs Triton's front end on a kernel, and returns the Check of its loops."""
     names = list(function.arg_names)
     source = ASTSource(
         fn=function,

@@ -66,8 +66,8 @@ def newest(run, report=quiet):
     return find_checkpoint(run, WORLD, report).path
 
 
-def as_whole(checkpoint):
-    """Returns the VerifiedCheckpoint of this path without verifying its files."""
+def assume_verified(checkpoint):
+    """Returns a VerifiedCheckpoint with this path, without verifying its files."""
     return VerifiedCheckpoint(checkpoint, read_contents(checkpoint))
 
 

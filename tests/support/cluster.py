@@ -2,8 +2,8 @@
 namespaces.
 
 A node has its own processes, host name, network (10.66.0.N, with a bridge that is not connected to
-other networks) and /tmp. All other folders are those of the machine, so that any folder outside
-/tmp is a shared file system; `folder` and `shared` are also visible inside /tmp.
+other networks) and /tmp. It shares all other folders with the machine, so that any folder outside
+/tmp acts as a shared file system. `folder` and `shared` are also visible inside /tmp.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from tests.support.processes import PATIENCE_SECONDS
 PROGRAMS = "slurmctld slurmd sbatch srun ip unshare nsenter setpriv".split()
 REMEDY = "apt-get install --no-install-recommends slurmctld slurmd slurm-client iproute2"
 UNSHARE = "unshare --net --uts --mount --pid --fork --kill-child=KILL"
-# A bridge without a fixed MAC address uses that of one of its ports. If the node of that port is switched off,
+# A bridge without a fixed MAC address uses the address of one of its ports. If the node of this port is switched off,
 # the address changes, and the other nodes can't reach the controller for up to a minute.
 BRIDGE_ADDRESS = "02:00:00:00:00:01"
 ENDS = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED"
@@ -268,11 +268,10 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         return self.wait_until(ended, f"job {job} ends")
 
     def release(self, job):
-        """Starts a job that is queued again without the two minutes for which Slurm would let it wait."""
+        """Starts a job that is queued again at once. Slurm would delay it by two minutes."""
         if self.restarts(job) and self.state(job) == "PENDING":
-            time.sleep(
-                2
-            )  # within the same second, nodes confuse the new start with the one that has just ended
+            # Within the same second, nodes would confuse the new start with the one that has just ended.
+            time.sleep(2)
             self.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
 
     def wait_until(self, happened, what):
@@ -309,7 +308,7 @@ def _first_process_of_namespace(process):
                     return pid
                 pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
         assert process.poll() is None, (
-            "a namespace could not be made; is this a container without the right to?"
+            "can't make a namespace; is this a container without the permission?"
         )
         time.sleep(0.01)
     raise TimeoutError("no process appeared in the namespace")

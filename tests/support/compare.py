@@ -1,13 +1,12 @@
-"""Compares kernels with the reference backend in float64: outputs and gradients, by the largest error relative to the
-largest value.
+"""Compares outputs and gradients of kernels with the reference backend in float64.
 
-Triton's interpreter truncates when it converts fp32 to bf16, so that a result in bf16 can differ by a whole step of
-2**-7.
+An error is the largest difference divided by the largest value. Triton's interpreter truncates fp32 to bf16, so that a
+result in bf16 can differ by a whole step of 2**-7.
 """
 
 import torch
 
-MOST = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+TOLERANCES = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
 def is_float(leaf):
@@ -15,10 +14,9 @@ def is_float(leaf):
 
 
 def evaluate(function, leaves, **rest):
-    """Returns {"output 0": ..., "gradient of NAME": ...} of function(**leaves, **rest), for a fixed weighted sum of
-    all its outputs.
+    """Returns {"output 0": ..., "gradient of NAME": ...} of function(**leaves, **rest).
 
-    Leaves that are None or not of a floating-point dtype have no gradient.
+    The gradients belong to a fixed weighted sum of all outputs. Leaves without a floating dtype have no gradient.
     """
     wanted = [name for name, leaf in leaves.items() if is_float(leaf)]
     leaves = leaves | {name: leaves[name].detach().requires_grad_() for name in wanted}
@@ -58,7 +56,7 @@ def assert_like(got, expected, most=None):
     if isinstance(most, float):
         bounds = dict.fromkeys(got, most)
     else:
-        bounds = {name: MOST[tensor.dtype] for name, tensor in got.items()} | (most or {})
+        bounds = {name: TOLERANCES[tensor.dtype] for name, tensor in got.items()} | (most or {})
     wrong = {name: error for name, error in errors.items() if not error <= bounds[name]}
     assert not wrong, f"relative errors above the bound: {wrong}; all: {errors}"
 

@@ -8,7 +8,11 @@ import os
 import threading
 from pathlib import Path
 
-OF_OS = "listdir lstat mkdir open rename replace rmdir scandir stat statvfs unlink utime".split()
+from mamba_fsdp.storage import retry
+
+OS_FUNCTIONS = (
+    "listdir lstat mkdir open rename replace rmdir scandir stat statvfs unlink utime".split()
+)
 
 
 class Disk:
@@ -16,12 +20,14 @@ class Disk:
     lease."""
 
     def __init__(self, monkeypatch, folder):
+        self.monkeypatch = monkeypatch
         self.folder = str(folder)
         self.calls = []
         self.failing = None
         self.counts = False
         self.lost = None
-        functions = [(os, name) for name in OF_OS] + [(io, "open"), (builtins, "open")]
+        monkeypatch.setattr(retry, "MAX_PAUSE", 0.0)
+        functions = [(os, name) for name in OS_FUNCTIONS] + [(io, "open"), (builtins, "open")]
         for module, name in functions:
             monkeypatch.setattr(module, name, self.watched(name, getattr(module, name)))
 
@@ -36,8 +42,33 @@ class Disk:
         finally:
             self.counts = False
 
+    def check_single_failures(self, prepare, scenario, read, step=1):
+        """Checks that a scenario has the same results whichever of its calls fails once.
+
+        prepare(): called before each run; its result is the argument of the scenario.
+        read(): called after each run; its result is compared, too.
+        step: only every step-th call fails.
+        """
+
+        def run(failing=None):
+            prepared = prepare()
+            with self.counting(failing):
+                result = scenario(prepared)
+            return result, read()
+
+        expected = run()
+        calls = list(self.calls)
+        assert calls
+        for number in range(0, len(calls), step):
+            try:
+                found = run(number)
+            except Exception as error:
+                raise AssertionError(f"{self.calls[number]} fails once") from error
+            assert found == expected, f"{self.calls[number]} fails once"
+
     def lose(self, end):
-        """Makes all later calls for paths with this ending fail."""
+        """From now on, each call for a path with this end fails."""
+        self.monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
         self.lost = end
 
     def watched(self, name, real):

@@ -19,22 +19,26 @@ from tests.support.ports import hold_port, rank_environment
 from tests.support.projects import PROJECT
 from tests.support.ranks import PROCESSES
 
-# The ports are reserved until this process ends, so that no other process gets one before rank 0 listens on it.
+MAX_SECONDS = 800
+# The ports stay reserved until this process ends, so that no other process gets one before rank 0 listens there.
 PORTS: list[socket.socket] = []
 
 
 class Training:
-    """A running program with the part of Popen's interface that the tests use.
+    """A process with the part of the interface of Popen that the tests use.
 
-    merged: whether stderr is part of the output. program: a file of the project, or ["-m", module] as in Python's
-    arguments. folder: the working directory.
+    merged: whether stderr is written to stdout.
+    program: a file of the project, or "-m" and the name of a module.
+    folder: the working directory.
     """
 
-    def __init__(self, words, environment, merged=False, program=("training.py",), folder=PROJECT):
+    def __init__(
+        self, arguments, environment, merged=False, program=("training.py",), folder=PROJECT
+    ):
         self._files = [tempfile.NamedTemporaryFile("r") for _ in range(1 if merged else 2)]
         names = (self._files[0].name, self._files[-1].name)
         self._process = PROCESSES.Process(
-            target=_run, args=(program, words, environment, *names, folder)
+            target=_run, args=(program, arguments, environment, *names, folder)
         )
         self._process.start()
         self.pid = self._process.pid
@@ -62,7 +66,7 @@ class Training:
         return (*(Path(file.name).read_text() for file in self._files), "")[:2]
 
 
-def _run(program, words, environment, out, err, folder):
+def _run(program, arguments, environment, out, err, folder):
     os.chdir(folder)
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
@@ -74,7 +78,7 @@ def _run(program, words, environment, out, err, folder):
     torch.set_num_threads(1)
     gc.freeze()  # see ranks.py
     *as_module, name = program
-    sys.argv = [name, *words]
+    sys.argv = [name, *arguments]
     try:
         if as_module:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
@@ -88,10 +92,9 @@ def _run(program, words, environment, out, err, folder):
 
 
 def start(command, folder, merged=True):
-    """Starts a command line in a folder, and returns its Training.
+    """Starts a command line in a folder: `get_dataset.py ...`, `python -m MODULE ...` or `mamba-fsdp VERB ...`.
 
-    The command is `get_dataset.py ...`, `python -m MODULE ...` or `mamba-fsdp VERB ...`, with or without .venv/bin/
-    before it.
+    The program can have the prefix .venv/bin/. Returns a Training.
     """
     program, *words = shlex.split(command)
     program = program.removeprefix(".venv/bin/")
@@ -103,34 +106,43 @@ def start(command, folder, merged=True):
     return Training(words[length:], dict(os.environ), merged, words[:length], folder)
 
 
-def output_of(process, command, code=0):
-    """Returns the output of `process`, the Training that runs `command`. Asserts that it exits with this code, without
-    a traceback."""
-    output, errors = process.communicate(800)
+def finish(process, command, code=0):
+    """Waits for a Training, and returns its stdout. Raises AssertionError if the exit code is another one."""
+    output, errors = process.communicate(MAX_SECONDS)
     assert process.returncode == code, f"{command}\n{output}\n{errors}"
     assert "Traceback" not in output + errors, f"{command}\n{output}\n{errors}"
     return output
 
 
-def start_ranks(count, words, program=("training.py",), folder=PROJECT, per_node=None):
-    """Starts a Training for each rank, with the environment that torchrun sets. per_node: the number of ranks per
-    node; None: all ranks are on one node."""
+def run(command, folder, merged=True):
+    """Runs a command line like `start`. Returns its stdout."""
+    return finish(start(command, folder, merged), command)
+
+
+def start_ranks(count, arguments, program=("training.py",), folder=PROJECT, per_node=None):
+    """Starts a Training for each rank, with the environment that torchrun would give it.
+
+    per_node: the number of ranks on a node; None puts all of them on one node.
+    """
     held = hold_port()
     PORTS.append(held)
     port = held.getsockname()[1]
     ranks = []
     for rank in range(count):
         environment = os.environ | rank_environment(rank, count, port, per_node)
-        ranks.append(Training(words, environment, True, program, folder))
+        ranks.append(Training(arguments, environment, True, program, folder))
     return ranks
 
 
-def rank_0_output(ranks, timeout=800):
-    """Returns the output of rank 0. Asserts that all ranks succeed."""
+def run_ranks(count, arguments, program=("training.py",), folder=PROJECT, per_node=None):
+    """Runs a program on several ranks like `start_ranks`, and waits for all of them. Returns the output of rank 0.
+
+    Raises AssertionError with the output of all ranks if one fails.
+    """
+    ranks = start_ranks(count, arguments, program, folder, per_node)
     try:
-        outputs = [rank.communicate(timeout)[0] for rank in ranks]
-    finally:
-        # pytest would otherwise wait at its end for a process that hangs.
+        outputs = [rank.communicate(MAX_SECONDS)[0] for rank in ranks]
+    finally:  # Otherwise pytest would wait for a rank that hangs.
         for rank in ranks:
             rank.kill()
     assert not any(rank.returncode for rank in ranks), "\n".join(outputs)

@@ -1,5 +1,6 @@
-"""Compares our calls of mamba-ssm's Mamba-2 kernels with the reference backend, on a CPU. The kernels are replaced by the
-reference functions of mamba-ssm. It prints nothing if outputs and gradients agree. test_fused.py runs it:
+"""Tests our calls of mamba-ssm's Mamba-2 kernels on a CPU. The reference functions of mamba-ssm replace its kernels.
+
+test_fused.py runs this program in a separate process. It fails if outputs or gradients differ from the reference backend.
 
     python fused_on_cpu.py FOLDER_WITH_MAMBA_SSM
 """
@@ -39,10 +40,10 @@ def causal_conv1d_reference(x, weight, bias, activation):
 
 
 def answered_by(reference, kernel, sequences, ignored):
-    """Returns a replacement for `kernel` that accepts exactly its arguments and calls `reference` for each document.
+    """Returns a replacement for `kernel` that takes the same arguments and runs `reference` for each document.
 
-    sequences: the names of the arguments that have a length. ignored: the names of the arguments that the reference
-    does not use.
+    sequences: the names of the arguments with a length.
+    ignored: the names of the arguments that `reference` does not have.
     """
     signature = inspect.signature(kernel)
 

@@ -1,4 +1,4 @@
-"""Golden files: recorded results with which tests compare, and which `pytest --renew` rewrites.
+"""Golden files: recorded results for comparison, which `pytest --renew` rewrites.
 
 After a renewal, `git diff` shows what has changed; review it before you commit it.
 """

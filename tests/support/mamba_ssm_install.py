@@ -47,9 +47,9 @@ def mamba_ssm_folder():
     return folder
 
 
-def with_triton():
-    """Returns the environment of a process that imports mamba-ssm's Triton kernels.
+def triton_environment():
+    """Returns the additional variables of a process that imports mamba-ssm's Triton kernels.
 
-    They need a Triton, and the cpu stack does not have one. Skips the test if no Triton can be installed.
+    They need a Triton, and the cpu stack does not contain one. Skips the test if Triton can't be installed.
     """
     return {"PYTHONPATH": str(fetch(NEWEST))}

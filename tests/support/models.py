@@ -11,7 +11,7 @@ BACKENDS = {"reference": REFERENCE, "cpp": REFERENCE | {"conv": "cpp", "scan": "
 VOCAB_SIZE = 50
 SIZES = f"d_model=32 n_layer=3 vocab_size={VOCAB_SIZE}"
 ATTENTION = f"n_head=4 d_intermediate=48 {SIZES}"
-WORDS = {
+SETTINGS = {
     "mamba1": f"layers=mamba1 {SIZES}",
     "mamba2": f"layers=mamba2 headdim=16 ngroups=2 {SIZES}",
     "mamba3": f"layers=mamba3+mlp headdim=8 ngroups=2 d_intermediate=48 {SIZES}",
@@ -25,7 +25,7 @@ WORDS = {
     f"mlp_activation=relu2 {ATTENTION}",
     "everything": f"layers=mamba1+mlp,mamba2,attention headdim=16 n_kv_head=4 {ATTENTION}",
 }
-FAMILIES = {name: model_config(words) for name, words in WORDS.items()}
+FAMILIES = {name: model_config(words) for name, words in SETTINGS.items()}
 
 
 def small_model(family, **more):

@@ -40,7 +40,7 @@ run, steps = Path(settings["save_ckpt_path"]), int(settings.get("num_steps", 5))
 rank, fake = int(os.environ["RANK"]), os.environ.get("FAKE", "")
 def mark(file):  # the same as names.stop_file_id
     return f"{file.stat().st_ino}-{file.stat().st_mtime_ns}" if file.exists() else ""
-def stops(): # what asks this start to stop
+def stops():  # files that ask this start to stop
     files = [run / "STOP", Path(os.environ["MAMBA_FSDP_START"], "STOP")]
     return [file for file in files if mark(file) not in ("", os.environ["MAMBA_FSDP_OLD_STOP"])]
 asked = []
@@ -114,7 +114,7 @@ writer.finish()
 (out / "asked").write_text(" ".join(sys.argv[1:]))
 """
 
-FOR_EVER = "--num_steps=1000000"
+MANY_STEPS = "--num_steps=1000000"  # more steps than any machine takes during a test
 
 
 def make_project(folder, training=FAKE_TRAINING):
@@ -138,9 +138,7 @@ def make_project(folder, training=FAKE_TRAINING):
 
 
 def make_venv(project):
-    """Makes a .venv with the packages of the tests' own environment, stamped like that of
-    0.create_env.sh.
-    """
+    """Makes a .venv with the packages of the tests' own environment, and the stamp file of 0.create_env.sh."""
     venv = project / ".venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin/python").symlink_to(os.path.realpath(sys.executable))
@@ -154,7 +152,7 @@ def make_venv(project):
 
 
 def starts(run):
-    """Returns what each rank of the fake training program recorded at each start, in order."""
+    """Returns the records of the fake training program: one for each rank and start, in order."""
     file = run / "starts.jsonl"
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
@@ -166,7 +164,7 @@ def edit(file, old, new):
     file.write_text(text.replace(old, new))
 
 
-def shorten_the_corpus(folder):
+def shorten_corpus(folder):
     """Makes the built-in data of a copied project smaller, because Python's whole library takes
     half a minute.
     """
@@ -174,7 +172,7 @@ def shorten_the_corpus(folder):
     edit(folder / "mamba_fsdp/importing/inputs.py", every, f"{every}[:250]")
 
 
-def shorten_the_silence(project):
+def shorten_lease_expiry(project):
     """Lets a new start wait only seconds for the lease of a killed one, instead of half a minute."""
     lease = project / "mamba_fsdp/run/lease.py"
     edit(lease, "RENEWAL_SECONDS = 5.0", "RENEWAL_SECONDS = 0.2")

@@ -1,6 +1,6 @@
 """Simulates Slurm's commands with containers like those of Pyxis, as far as 1.train.sbatch can observe.
 
-Source: pyxis_slurmstepd.c, args.c, pyxis_slurmd.c of Pyxis 0.20 and 0.24, runtime.sh of Enroot 4.1.
+Sources: pyxis_slurmstepd.c, args.c, pyxis_slurmd.c of Pyxis 0.20 and 0.24, runtime.sh of Enroot 4.1.
 """
 
 import json
@@ -60,7 +60,7 @@ def refuse(node, text):
     return 1
 
 def start_container(node):
-    """An exit code, 0 when it runs: unpacks the image unless there is a container of the name."""
+    """Unpacks the image unless there is a container with this name. Returns an exit code."""
     if not image.startswith(("/", ".")):
         return refuse(node, f"importing docker image: {{image}}: no such image")
     name, _, flag = given.get("container-name", "").partition(":")
@@ -93,7 +93,7 @@ def run(node):
     return subprocess.run(command, env=environment, cwd=given.get("container-workdir")).returncode
 
 def train():
-    """The exit code of the training that the outcomes have next."""
+    """Returns the exit code of the next training in OUTCOMES."""
     with open(state / "trainings", "a") as file:
         file.write(Path(command[-1].removeprefix("--resolved=")).read_text())
     assert not image or max(map(start_container, nodes)) == 0
@@ -178,7 +178,7 @@ esac
 
 
 def option(words, name):
-    """Returns the value of an srun option --name=VALUE, which must occur exactly once."""
+    """Returns the value of the option --name=VALUE of srun. The option must occur exactly once."""
     (value,) = [word.split("=", 1)[1] for word in words if word.startswith(f"--{name}=")]
     return value
 
@@ -191,12 +191,14 @@ def mounted(words):
 
 
 def make_cluster(folder, project):
-    """Returns a cluster of node1 and node2 that runs job 77, with these attributes:
+    """Makes a cluster of node1 and node2 that runs job 77. Returns an object with these attributes:
 
-    submit(*words, script=..., **environment) runs the script as Slurm would, and returns (finished process, [the
-    arguments of each srun], [the node of each unpacking]). trainings() returns the resolved settings of each training.
-    containers(node) returns the names of the containers on a node. environment: the variables with which a program
-    finds the commands. image: the folder of the programs in a container.
+    submit(*arguments, script=..., **environment) runs the script as a job. It returns (finished process, [the arguments
+        of each srun], [the node of each unpacked image]).
+    trainings() returns the resolved settings of each training.
+    containers(node) returns the names of the containers on a node.
+    environment: the variables with which a program finds the commands.
+    image: the folder of the programs in a container.
     """
     commands, image = folder / "commands", folder / "image"
     for path in (folder / "state/node1", folder / "state/node2"):

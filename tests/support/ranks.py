@@ -25,10 +25,12 @@ from mamba_fsdp.trainer.step_stats import sum_over_ranks
 from tests.support.ports import rank_environment
 
 RATE = 0.01
-# The rows of its matrices are not divisible by any number of ranks.
+# The numbers of rows of its matrices are not divisible by the number of ranks.
 SMALL = ModelConfig(d_model=21, d_state=3, vocab_size=50, pad_vocab_size_multiple=1, n_layer=3)
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a rank is a daemon and may have no children
-# The fork server imports torch once, so that ranks start quickly.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = (
+    "1"  # a rank is a daemon, and can't have child processes
+)
+# The server of forkserver imports torch once, so that each rank starts quickly.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
@@ -50,10 +52,10 @@ PROCESSES.set_forkserver_preload(
 
 
 def run_ranks(count, function, *arguments, launched=True, seconds=400):
-    """Runs `function(world, *arguments)` on `count` ranks. Returns their results in the order of ranks.
+    """Runs `function(world, *arguments)` on `count` ranks. Returns their results in order.
 
-    launched: whether to set the environment variables of torchrun. Raises AssertionError with the traceback of a rank
-    that fails.
+    launched: whether to set the variables of torchrun.
+    Raises AssertionError with the traceback of a rank that fails.
     """
     # With port 0, the store reserves a free port.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

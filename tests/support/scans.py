@@ -1,8 +1,8 @@
-"""Compiles the scan's kernels for rows that are split and contain documents, with the Triton on the path:
+"""Compiles the kernels of the scan for rows that are divided and have documents, with the Triton on the path.
 
     python -m tests.support.scans CC D_STATE
 
-It prints a JSON line for each launch, see benchmarks/kernels/compiler.py.
+Prints a JSON line for each launch, see benchmarks/kernels/compiler.py.
 """
 
 import json

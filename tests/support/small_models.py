@@ -10,9 +10,9 @@ from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameters
 from tests.support.tiny import model_config
 
-# Models with unusual values: sizes that are not a multiple of anything, tied embeddings, padding, head ratios, partial
-# rotary positions, state sizes.
-WORDS = {
+# Unusual settings: sizes that are not multiples of anything, tied weights, padding, ratios of heads, partial rotary
+# positions, and state sizes.
+SETTINGS = {
     "mamba1": "layers=mamba1 d_model=24 n_layer=3 vocab_size=53 d_state=5 d_conv=3",
     "mamba1-untied-rank": "layers=mamba1 d_model=40 n_layer=2 vocab_size=64 dt_rank=7 expand=3 tie_embeddings=false",
     "mamba2": "layers=mamba2 d_model=32 n_layer=3 vocab_size=50 pad_vocab_size_multiple=16 d_state=64 headdim=32",
@@ -27,19 +27,19 @@ WORDS = {
     "llama-grouped": "layers=attention+mlp d_model=48 n_layer=3 vocab_size=50 n_head=6 n_kv_head=3 head_dim=12 "
     "d_intermediate=384 rope_theta=1e6",
 }
-CONFIGS = {name: model_config(words) for name, words in WORDS.items()}
-# requires transformers 5 or newer
+CONFIGS = {name: model_config(words) for name, words in SETTINGS.items()}
+# transformers 5 and newer support groups.
 GROUPED = model_config(
     "layers=mamba2 d_model=32 n_layer=2 vocab_size=50 d_state=16 headdim=16 ngroups=2"
 )
-# This model type does not exist in any version of transformers.
+# No version of transformers supports Mamba-3.
 MAMBA3 = model_config(
     "layers=mamba3+mlp d_model=32 n_layer=2 vocab_size=50 pad_vocab_size_multiple=16 d_state=24 headdim=16 ngroups=2 "
     "d_intermediate=128 decay_activation=softplus"
 )
 
 
-# The config.json of a published model of state-spaces.
+# The config.json of a model that state-spaces has published.
 BAMBA = {
     "d_model": 4096,
     "d_intermediate": 14336,

@@ -1,13 +1,12 @@
 """Prints the summary of tests/run.sh and .ci/run: a table of the parts, the slowest tests, the skipped tests with their
-reasons, and one line for everything.
+reasons, and a line with the totals.
 
     python3 tests/support/summary.py FOLDER [--may-be-empty] cpu/tests cpu/kernels torch2.2/tests
 
-A part is one call of pytest. It leaves two files in the folder: `cpu-tests.xml`, written by pytest (--junitxml), and
-`cpu-tests.end` with the exit status of pytest, the seconds that it took and its time limit. A part that could not begin
-leaves the reason in `cpu-tests.skipped` instead. A part without these files was killed, and counts as a failure. A part
-that ran no test also counts as a failure. With --may-be-empty, for arguments such as `-k tied`, only all parts together
-must run a test.
+A part is one call of pytest. It leaves two files in the folder: `cpu-tests.xml`, which pytest writes (--junitxml), and
+`cpu-tests.end` with the exit status of pytest, its duration and its budget in seconds. If a part could not start,
+`cpu-tests.skipped` contains the reason. A part without these files was killed, and counts as a failure. A part without
+tests is a failure, too; with --may-be-empty, for arguments such as `-k tied`, only all parts together need a test.
 """
 
 import os
@@ -106,7 +105,7 @@ def read_part(folder: Path, place: str, may_be_empty: bool) -> Part:
 
 
 def summarize(parts: list[Part]) -> int:
-    """Prints all and returns the exit status."""
+    """Prints the summary, and returns the exit status."""
     row = "{:9} {:9} {:>7} {:>7} {:>8} {:>8} {:>8}"
     print()
     print(row.format("part", "stack", "passed", "failed", "skipped", "seconds", "budget"))

@@ -1,4 +1,4 @@
-"""A pseudo-terminal for tests of a program's display and of its reaction to a closing terminal."""
+"""A pseudo-terminal for tests of the output of a program, and of its reaction to a closing terminal."""
 
 import codecs
 import fcntl
@@ -30,8 +30,9 @@ class Terminal:
         return os.fdopen(os.dup(self.slave), "w")
 
     def start(self, command, **options):
-        """Starts a command with this controlling terminal, which sends it the signals of keys and
-        of closing. Returns the Popen.
+        """Starts a command with this controlling terminal. Returns the Popen.
+
+        The terminal sends signals to the command for keys such as Ctrl-C, and when it is closed.
         """
         take = (
             "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
@@ -75,7 +76,5 @@ class Terminal:
 
 
 def drawings(text):
-    """Splits the output into the drawings of a row, which end with `\\r` or a line end. Blank
-    drawings are omitted.
-    """
+    """Splits the output into the successive contents of a row. Each ends with `\\r` or a line end. Blank ones are omitted."""
     return [row.rstrip() for row in re.split(r"[\r\n]+", text) if row.strip()]

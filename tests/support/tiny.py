@@ -41,7 +41,7 @@ HYBRID = {
 
 
 def format_arguments(settings):
-    """Returns the settings in the notation of the command line."""
+    """Returns settings as command-line arguments."""
     return [f"--{name}={value}" for name, value in settings.items()]
 
 

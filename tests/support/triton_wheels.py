@@ -28,7 +28,7 @@ def bare_triton_2_2(folder):
     return folder
 
 
-def with_class(version):
+def cache_manager_environment(version):
     return {
         "PYTHONPATH": f"{fetch(version)}:{PATCHES}",
         "TRITON_CACHE_MANAGER": "rank0_cache:Rank0CacheManager",

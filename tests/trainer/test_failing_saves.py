@@ -121,7 +121,7 @@ def test_the_last_save_of_a_run_must_not_fail(train, tmp_path, failing):
     assert read_status(tmp_path)["status"] == "finished"
 
 
-def test_room_is_looked_for_before_the_first_step(train, tmp_path, monkeypatch):
+def test_disk_space_is_checked_before_the_first_step(train, tmp_path, monkeypatch):
     """If the disk has too little space for one checkpoint, the run stops at once."""
     full = shutil._ntuple_diskusage(10**12, 10**12, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
@@ -130,7 +130,7 @@ def test_room_is_looked_for_before_the_first_step(train, tmp_path, monkeypatch):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_old_checkpoints_make_room_for_the_model_as_for_a_save(train, tmp_path, monkeypatch):
+def test_old_checkpoints_are_removed_if_the_model_needs_their_space(train, tmp_path, monkeypatch):
     """No more checkpoints are removed than needed."""
     settings = LONG | {"num_steps": 4, "checkpoint_interval": 1}
     train(tmp_path, **settings)

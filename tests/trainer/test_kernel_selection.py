@@ -187,7 +187,7 @@ def test_rows_are_those_for_which_triton_compiles_the_code_of_the_run():
 
 
 @pytest.mark.usefixtures("few_positions")
-def test_the_runs_own_length_is_left_out_where_it_does_not_fit(spoil):
+def test_the_length_of_the_run_is_not_tested_if_it_does_not_fit_in_memory(spoil):
     """The reference needs float64, and therefore more memory than the run."""
     layers = LayerCheck(settings_of(seq_length=100), CPU)
 
@@ -204,7 +204,7 @@ def test_the_runs_own_length_is_left_out_where_it_does_not_fit(spoil):
 @pytest.mark.parametrize(
     "operator, kind", [("scan", "mamba1"), ("ssd", "mamba2"), ("ssd", "mamba3"), ("gdn", "gdn")]
 )
-def test_a_wrong_state_is_found_where_one_is_handed_to_the_next_token(measure, operator, kind):
+def test_a_wrong_state_is_found_if_the_model_decodes_token_by_token(measure, operator, kind):
     layers = LayerCheck(settings_of(kind, mixed_precision="bf16"), CPU)
     found = measure(layers, operator, change_state(torch.neg))
     assert found.share < 1, "a training alone hands on no state"
@@ -239,7 +239,7 @@ def test_ranks_that_enable_context_parallel_are_tested_with_the_state_of_the_doc
 
 
 @pytest.mark.usefixtures("few_positions")
-def test_what_is_wrong_or_raises_is_passed_over_by_name(tmp_path, spoil):
+def test_a_backend_that_is_wrong_or_fails_is_rejected_by_name(tmp_path, spoil):
     spoil("conv", negate(1))
     choice, origin = choose(tmp_path / "run")
     assert choice.backends == {**REFERENCE_OF_MAMBA1, "scan": "cpp"}
@@ -258,7 +258,7 @@ def test_what_is_wrong_or_raises_is_passed_over_by_name(tmp_path, spoil):
 
 
 @pytest.mark.usefixtures("few_positions")
-def test_a_simpler_form_is_taken_where_the_usual_one_is_wrong(tmp_path, monkeypatch):
+def test_a_simpler_form_is_used_if_the_usual_one_is_wrong(tmp_path, monkeypatch):
     """Every later start of the run uses the simpler form, too."""
     right = conv.BACKENDS["cpp"]
     toy = changed("conv", negate(1))
@@ -288,7 +288,7 @@ def test_a_simpler_form_can_be_demanded(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("few_positions")
-def test_what_a_run_asks_for_is_chosen_again_where_it_has_changed(tmp_path, spoil):
+def test_kernels_are_selected_again_if_the_settings_change(tmp_path, spoil):
     """A backend with results that are not reproducible can be used until the run sets deterministic=true.
 
     The GPU is not called faulty.
@@ -317,7 +317,7 @@ ACCIDENTS = [
 
 @pytest.mark.usefixtures("few_positions")
 @pytest.mark.parametrize("accident", ACCIDENTS, ids=str)
-def test_an_accident_is_no_verdict(tmp_path, spoil, accident):
+def test_a_transient_error_does_not_reject_a_backend(tmp_path, spoil, accident):
     """The launcher restarts the ranks each time, and other runs are not affected."""
 
     def meet(function, arguments):
@@ -406,7 +406,7 @@ def lose_device(self):
 
 @pytest.mark.usefixtures("few_positions")
 @pytest.mark.slow
-def test_what_hangs_or_ends_two_starts_is_passed_over(tmp_path, monkeypatch):
+def test_a_backend_that_hangs_or_ends_two_starts_is_rejected(tmp_path, monkeypatch):
     run = tmp_path / "hanging" / "run"
     start = PROCESSES.Process(target=start_that_hangs, args=(run,))
     start.start()
@@ -448,7 +448,7 @@ def on_two_ranks(world, folder):
 
 
 @pytest.mark.slow
-def test_a_rank_that_alone_finds_it_wrong_is_named(tmp_path):
+def test_the_only_rank_with_a_wrong_backend_is_named(tmp_path):
     one, other = run_ranks(2, on_two_ranks, tmp_path / "run")
     assert one == other
     wrong, others_bits, lost = one
@@ -472,13 +472,13 @@ def on_two_nodes(world, folder):
 
 
 @pytest.mark.slow
-def test_a_node_that_alone_finds_it_wrong_is_at_fault_and_the_others_start_again(tmp_path):
+def test_the_only_node_with_a_wrong_backend_is_at_fault_and_other_nodes_start_again(tmp_path):
     healthy, sick = run_ranks(2, on_two_nodes, tmp_path / "run")
     assert sick.startswith("75 rank 1 on node1: gradient of mixer.conv1d.weight")
     assert healthy == "1" + sick[2:]
 
 
-def test_a_model_that_answers_takes_what_is_right(tmp_path, monkeypatch, spoil, train):
+def test_inference_uses_correct_backends(tmp_path, monkeypatch, spoil, train):
     """The selection is used by evaluate, generate and mamba_fsdp.load. It includes decoding token by token."""
     train(tmp_path, num_steps=1, eval_interval=0)
     monkeypatch.setattr(kernel_selection, "TESTED_DEVICES", {"cpu"})
@@ -489,7 +489,7 @@ def test_a_model_that_answers_takes_what_is_right(tmp_path, monkeypatch, spoil, 
     assert backends == {**REFERENCE_OF_MAMBA1, "conv": "cpp"}
 
 
-def test_a_model_that_answers_tries_no_more_than_it_needs(monkeypatch, rivals):
+def test_inference_tests_only_as_many_backends_as_needed(monkeypatch, rivals):
     monkeypatch.setattr(kernel_selection, "TESTED_DEVICES", {"cpu"})
     for broken in ("scan", "conv"):
         monkeypatch.setitem(FUNCTIONS[broken][0].BACKENDS, "triton", changed(broken, fail))
@@ -503,7 +503,7 @@ def test_a_model_that_answers_tries_no_more_than_it_needs(monkeypatch, rivals):
 
 
 @pytest.mark.usefixtures("few_positions")
-def test_a_run_says_what_it_chose(tmp_path, monkeypatch, train):
+def test_a_run_prints_its_selection(tmp_path, monkeypatch, train):
     """It resumes with the same selection. A dry run tests nothing."""
     monkeypatch.setattr(kernel_selection, "TESTED_DEVICES", {"cpu"})
     more = {"kernels": "auto", "eval_interval": 0, "publish": "false"}

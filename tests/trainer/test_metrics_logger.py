@@ -36,7 +36,7 @@ def flops_per_token(monkeypatch):
     return found
 
 
-def test_a_report_is_a_line_and_an_entry_where_it_is_due(train, tmp_path, flops_per_token):
+def test_a_report_is_a_line_and_an_entry_at_each_interval(train, tmp_path, flops_per_token):
     """A report follows every second step of 64 tokens, with the mean loss since the last report.
 
     The expected losses were computed by an earlier version.
@@ -72,7 +72,7 @@ def test_a_report_is_a_line_and_an_entry_where_it_is_due(train, tmp_path, flops_
     )
 
 
-def test_the_clock_leaves_out_what_is_no_training(monkeypatch):
+def test_the_clock_excludes_pauses(monkeypatch):
     """The own seconds of a rank are the time between the collective of a step and the next forward pass.
 
     They show which rank delays the others.

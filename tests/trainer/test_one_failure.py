@@ -21,36 +21,26 @@ def place(tmp_path):
     return tmp_path / "disk"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def withstand(place, monkeypatch):
-    """withstand(scenario, prepare=nothing): checks that the scenario has the same results whichever call fails."""
-    monkeypatch.setattr(retry, "MAX_PAUSE", 0.0)
+    """withstand(scenario, prepare=nothing): checks that the scenario leaves the same files whichever call fails."""
     disk = Disk(monkeypatch, place)
 
+    def list_files():
+        return sorted(str(path.relative_to(place)) for path in place.rglob("*"))
+
     def check(scenario, prepare=lambda: None):
-        def outcome(failing=None):
+        def prepare_anew():
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir()
-            prepared = prepare()
-            with disk.counting(failing):
-                answer = scenario(prepared)
-            files = sorted(str(path.relative_to(place)) for path in place.rglob("*"))
-            return answer, files
+            return prepare()
 
-        wanted = outcome()
-        calls = list(disk.calls)
-        assert calls
-        for number in range(len(calls)):
-            try:
-                found = outcome(number)
-            except Exception as error:
-                raise AssertionError(f"{disk.calls[number]} fails once") from error
-            assert found == wanted, f"{disk.calls[number]} fails once"
+        disk.check_single_failures(prepare_anew, scenario, list_files)
 
     return check
 
 
-def test_a_run_folder_is_taken_written_and_given_back(place, tmp_path, withstand):
+def test_a_run_folder_is_acquired_written_and_released(place, tmp_path, withstand):
     """The newest tokenizer is in it, and no file of the lease is left."""
     train(["aaa"], 257).save(tmp_path / "old")
     train(["bbb"], 257).save(tmp_path / "new")
@@ -86,7 +76,7 @@ def test_checkpoints_are_saved_kept_pruned_and_found(place, withstand):
 
 
 @pytest.mark.parametrize("name", ["save_ckpt_path", "load_ckpt_path", "init_from"])
-def test_what_a_run_starts_from_is_found(place, withstand, name):
+def test_the_origin_of_a_run_is_found(place, withstand, name):
     def prepare():
         make_checkpoints(place / "run", [3]).lease.close()
 
@@ -99,7 +89,7 @@ def test_what_a_run_starts_from_is_found(place, withstand, name):
     withstand(scenario, prepare)
 
 
-def test_a_stop_file_is_used_up(place, withstand):
+def test_a_stop_file_is_removed(place, withstand):
     def scenario(_):
         with StopRequest(place, on_rank0=True) as stop:
             stop.reason = "STOP file"

@@ -47,7 +47,7 @@ def draw_gradients(parallel, step):
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 and newer have Muon")
-def test_a_step_is_that_of_torchs_muon_on_each_stacked_matrix(muon):
+def test_a_step_equals_the_muon_of_torch_for_each_stacked_matrix(muon):
     """The results agree except for the rounding of a step to bf16 for the transfer."""
     parallel, spec, optimizer = muon
     of_muon = {name for name in spec if "_proj.weight" in name or ".fc" in name}

@@ -1,4 +1,4 @@
-"""Tests that a training restores the state of the process that called it."""
+"""Tests that a training restores the state of the calling process."""
 
 import json
 import sys
@@ -14,9 +14,19 @@ import json, logging, os, resource, signal, sys, threading
 
 import torch
 
+
+def hooks():
+    handlers = [str(signal.getsignal(number)) for number in range(1, signal.NSIG)]
+    return handlers, str(sys.excepthook), sys.path[:]
+
+
+before_import = hooks()
 import mamba_fsdp
 import mamba_fsdp.ops.triton  # sets a default of Triton's as soon as it is imported
 
+for name in dir(mamba_fsdp):
+    getattr(mamba_fsdp, name)
+assert hooks() == before_import
 words = json.loads(sys.argv[1])
 large = torch.full((1 << 20,), 1e-310, dtype=torch.float64)
 
@@ -32,9 +42,8 @@ def state():
         "running": sorted(thread.name for thread in threading.enumerate()),
         "draws": torch.get_rng_state().tolist(),
         "group": torch.distributed.is_initialized(),
-        "handlers": [str(signal.getsignal(number)) for number in range(1, signal.NSIG)],
+        "hooks": hooks(),
         "blocked": str(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-        "hook": str(sys.excepthook),
         "outputs": [str(sys.stdout), str(sys.stderr)],
         "logging": [logging.root.level, str(logging.root.handlers), logging.root.manager.disable],
         "files": resource.getrlimit(resource.RLIMIT_NOFILE),
@@ -60,10 +69,10 @@ for found in after:
 
 
 @pytest.mark.torch22
-def test_a_training_leaves_the_process_as_it_was(project, corpus, tmp_path):
-    """It trains twice in one process, and once more with an error.
+def test_the_import_and_a_training_leave_the_process_as_it_was(project, corpus, tmp_path):
+    """The process imports the package, trains twice, and then makes a mistake.
 
-    The calling process has already started two threads.
+    It has already started two threads.
     """
     words = {**TINY, "dataset_path": str(corpus), "save_ckpt_path": str(tmp_path / "run")}
     del words["num_steps"]

@@ -16,7 +16,7 @@ from mamba_fsdp.trainer.setup import check_memory
 
 
 @pytest.mark.slow
-def test_a_run_says_where_its_time_goes(train, tmp_path):
+def test_a_run_prints_a_profile(train, tmp_path):
     printed = train(tmp_path / "run", use_profiler=True, num_steps=8, eval_interval=0)
     assert "profile    3 steps, sorted by device time:" in printed and "aten::" in printed
     events = json.loads((tmp_path / "run/profile/rank_0.json").read_text())["traceEvents"]
@@ -24,7 +24,9 @@ def test_a_run_says_where_its_time_goes(train, tmp_path):
     assert names.count(DATA) == 3 and {f"ProfilerStep#{step}" for step in (4, 5, 6)} <= {*names}
 
 
-def test_the_pace_of_training_is_measured_and_nothing_is_kept(settings_of, tmp_path, monkeypatch):
+def test_the_speed_of_training_is_measured_without_leaving_files(
+    settings_of, tmp_path, monkeypatch
+):
     """At least three steps of 64 tokens are timed."""
     monkeypatch.setattr(run, "MIN_TIMED_SECONDS", 0.0)
     began = time.perf_counter()
@@ -36,7 +38,7 @@ def test_the_pace_of_training_is_measured_and_nothing_is_kept(settings_of, tmp_p
 @pytest.mark.parametrize(
     "need, told", [(79, ""), (95, "warning    the GPU has only 80.0 GB: lower batch"), (110, None)]
 )
-def test_a_gpu_that_is_too_small_is_told_at_the_start(monkeypatch, need, told):
+def test_a_gpu_that_is_too_small_is_reported_at_the_start(monkeypatch, need, told):
     """The estimate is within 15 % of the memory of a step."""
     monkeypatch.setattr("mamba_fsdp.trainer.setup.local_machine", lambda: Instance("H100", 8, 80.0))
     world = World(0, 8, 8, torch.device("cuda", 0))
@@ -58,7 +60,7 @@ def test_a_gpu_that_is_too_small_is_told_at_the_start(monkeypatch, need, told):
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],
 )
-def test_too_little_memory_before_the_first_step_says_what_helps(error, is_told):
+def test_too_little_memory_before_the_first_step_has_a_remedy(error, is_told):
     """After the first step it can be a transient error, and a restart can help."""
     found = run.translate_error(error, rank=3, has_stepped=False)
     assert isinstance(found, UserError) == is_told

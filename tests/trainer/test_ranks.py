@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mamba_fsdp.run.records import read_entries
 from mamba_fsdp.trainer import loop
-from tests.support.forked import rank_0_output, start_ranks
+from tests.support import forked
 from tests.support.ranks import run_ranks, train_whole
 from tests.support.tiny import HYBRID, TINY, format_arguments
 
@@ -41,7 +41,7 @@ def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(corpus,
     """
     common = {**RELAY, "dataset_path": corpus}
     whole = format_arguments({**common, "save_ckpt_path": tmp_path / "whole", "batch_size": 2})
-    rank_0_output(start_ranks(1, [*whole, "--num_steps=4"]))
+    forked.run_ranks(1, [*whole, "--num_steps=4"])
     relay = {**common, "save_ckpt_path": tmp_path / "relay", "batch_size": 1}
     legs = [
         (4, 2, "hsdp", 2),
@@ -51,7 +51,7 @@ def test_any_ranks_and_strategies_in_turn_give_the_losses_of_one_process(corpus,
     ]
     for step, (ranks, per_node, strategy, sharing) in enumerate(legs):
         relay |= {"num_steps": step + 1, "sharding_strategy": strategy, "context_parallel": sharing}
-        said = rank_0_output(start_ranks(ranks, format_arguments(relay), per_node=per_node))
+        said = forked.run_ranks(ranks, format_arguments(relay), per_node=per_node)
         assert step == 0 or f"step_0000000{step}, step {step}\n" in said
     expected = numbers_of(tmp_path / "whole")
     assert numbers_of(tmp_path / "relay") == [
@@ -77,7 +77,7 @@ def train_stuck(world, settings, folder):
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(settings_of, tmp_path):
+def test_a_rank_that_waits_forever_prints_its_stack_and_exits(settings_of, tmp_path):
     """If one rank never reaches the next step, the watchdog prints the stacks and ends the job."""
     settings = settings_of(eval_interval=0, timeout_minutes=0.1)
     with pytest.raises(AssertionError):
@@ -92,7 +92,7 @@ def test_a_rank_that_waits_in_vain_ends_with_where_it_stands(settings_of, tmp_pa
 def test_a_rank_that_lost_another_ends_with_one_line(corpus, tmp_path, survivor):
     """Either of two ranks is killed while they train over gloo."""
     given = {"num_steps": 10_000, "dataset_path": corpus, "save_ckpt_path": tmp_path}
-    ranks = start_ranks(2, format_arguments({**TINY, **given, "sharding_strategy": "fsdp"}))
+    ranks = forked.start_ranks(2, format_arguments({**TINY, **given, "sharding_strategy": "fsdp"}))
     try:
         while len(read_entries(tmp_path / "metrics.jsonl")) < 5:
             assert ranks[0].poll() is None and ranks[1].poll() is None

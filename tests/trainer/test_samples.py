@@ -32,7 +32,9 @@ def validations_of(folder):
     return [entry for entry in read_entries(folder / "metrics.jsonl") if "val_loss" in entry]
 
 
-def test_samples_are_what_generate_writes_and_change_nothing(train, given, texts, tmp_path):
+def test_samples_equal_the_output_of_generate_and_do_not_change_the_run(
+    train, given, texts, tmp_path
+):
     """evaluate finds the same bits per byte in the same windows."""
     said = train(tmp_path / "run", **given)
     first, last = validations_of(tmp_path / "run")

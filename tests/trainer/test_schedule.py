@@ -85,7 +85,7 @@ THEIRS = [
 
 
 @pytest.mark.parametrize("function, told, kind, warmup, ours", THEIRS)
-def test_a_schedule_is_that_of_transformers(function, told, kind, warmup, ours):
+def test_a_schedule_equals_the_one_of_transformers(function, told, kind, warmup, ours):
     """The factors agree at every step, also after the end.
 
     In transformers, the first step has the factor of position 0, and here of position 1.
@@ -102,7 +102,7 @@ def test_a_schedule_is_that_of_transformers(function, told, kind, warmup, ours):
     assert schedule.factor(10**6) <= max(schedule.factor(199), 1e-15) or kind == "constant"
 
 
-def test_every_type_of_the_trainer_is_taken_or_refused_by_name():
+def test_every_scheduler_type_of_the_trainer_is_accepted_or_refused_by_name():
     """The supported types have the same defaults as in transformers: without a warm-up, and with a fall to 0."""
     refused = set()
     for kind in trainer_utils.SchedulerType:
@@ -161,7 +161,7 @@ def test_a_longer_run_holds_the_learning_rate_unless_schedule_steps_says_otherwi
     assert before + after == rates and not said_later
 
 
-def test_what_becomes_of_other_changes_of_the_length():
+def test_other_changes_of_the_length():
     """A schedule that has not started to decay follows the new length, and so does a shorter run.
 
     The rate never stays at 0.
@@ -186,7 +186,7 @@ def test_what_becomes_of_other_changes_of_the_length():
     assert rates == [Schedule("annealing", 20).factor(step) for step in range(10, 20)]
 
 
-def test_another_global_batch_is_told_once_and_a_length_in_tokens_stays():
+def test_a_changed_global_batch_is_reported_once_and_a_length_in_tokens_is_kept():
     said = []
     state = TrainState()
     length = Duration(8192, "tok")

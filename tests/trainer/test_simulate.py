@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
         (16, "mamba1,mamba2,attention+mlp", "", 8, 8192),
     ],
 )
-def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, sharing, length):
+def test_the_memory_of_a_device_equals_the_estimate(size, layers, recompute, sharing, length):
     """The estimates of weights, gradients and moments, and of temporary tensors, mostly activations, are within 3 %.
 
     There are two micro-batches: the gradients of the first exist while the second one has its activations.
@@ -62,7 +62,7 @@ def test_what_a_device_holds_is_what_was_expected(size, layers, recompute, shari
     assert passing == pytest.approx(found["passing"], rel=0.03)
 
 
-def test_ranks_that_share_sequences_send_states_last_inputs_and_keys():
+def test_context_parallel_ranks_send_states_last_inputs_and_keys():
     """They send nothing else: once in the forward pass, and the gradients once in the backward pass.
 
     Only the size of the keys depends on the length. Besides weights and gradients in fp32, a step has a single small
@@ -106,7 +106,7 @@ def test_ranks_that_share_sequences_send_states_last_inputs_and_keys():
 
 
 @pytest.mark.parametrize("unsharded, times", [(False, 3), (True, 1)])
-def test_gradients_travel_when_they_should(unsharded, times):
+def test_gradients_are_reduced_for_each_micro_batch_or_once(unsharded, times):
     """The gradients of each of three micro-batches are reduced at once, so that only a share is kept; or all with
     the last one."""
     settings = TrainConfig(ModelConfig(d_model=64, n_layer=2, vocab_size=512))

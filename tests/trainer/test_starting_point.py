@@ -21,7 +21,7 @@ TESTS = Path(__file__).parents[1]
 TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
 
 
-def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch):
+def test_load_ckpt_path_can_be_the_run_folder(train, tmp_path, monkeypatch):
     """Many launchers pass it this way, also with resuming_dataset: the run resumes if there is a checkpoint,
     otherwise it starts."""
     monkeypatch.chdir(tmp_path)
@@ -35,7 +35,7 @@ def test_load_ckpt_path_may_be_the_run_folder(train, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("setting", [None, "init_from"])
-def test_a_start_that_waited_for_another_of_its_run_goes_on_from_there(
+def test_a_start_that_waited_for_another_one_resumes_from_its_checkpoint(
     train, tmp_path, monkeypatch, setting
 ):
     """The second of two simultaneous starts finds no checkpoint, waits until the first one has trained to its end,
@@ -71,7 +71,7 @@ def empty(folder):
 @pytest.mark.parametrize(
     ("setting", "remove"), [("init_from", shutil.rmtree), ("load_ckpt_path", empty)]
 )
-def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
+def test_the_origin_of_a_run_can_be_removed(train, tmp_path, setting, remove):
     """The run's own checkpoint has priority.
 
     The model gets the shape stored there, and it is an error if the settings ask for another one.
@@ -94,7 +94,7 @@ def test_what_a_run_began_with_may_be_gone(train, tmp_path, setting, remove):
 
 
 @pytest.mark.torch22
-def test_what_the_shape_of_the_weights_rules_out_is_refused(train, tmp_path):
+def test_settings_that_the_shape_of_the_weights_excludes_are_refused(train, tmp_path):
     """The settings would be valid without the weights."""
     train(tmp_path / "gdn", num_steps=1, layers="gdn", headdim=8)
     with pytest.raises(UserError, match="context_parallel=2: Gated DeltaNet .* leave it at 1"):

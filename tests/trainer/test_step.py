@@ -137,6 +137,6 @@ def test_bad_samples_are_those_of_the_last_bad_step(
     assert max(drawn) == 3 + late and f"samples {named}, .... " in str(told.value)
 
 
-def test_a_step_without_a_label_that_counts_is_one_of_loss_0():
+def test_a_step_without_counted_labels_has_the_loss_0():
     sums = StepSums(*torch.zeros(3), host_numbers=torch.empty(0))
     assert loop.mean_loss_and_norm(sums, torch.tensor(8.0)) == (0, 0, 8)

@@ -11,7 +11,7 @@ from mamba_fsdp.trainer import setup, stopping
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_is_a_request_and_the_old_handler_comes_back(tmp_path, number):
+def test_a_signal_is_a_request_and_the_old_handler_is_restored(tmp_path, number):
     before = signal.getsignal(number)
     with stopping.StopRequest(tmp_path, True) as stop:
         assert not stop.check()
@@ -55,7 +55,7 @@ def test_a_stop_file_that_replaces_an_old_one_is_a_request(tmp_path):
         assert stop.check()
 
 
-def test_the_stop_file_stays_for_the_launcher_to_see_where_a_rank_fails(tmp_path):
+def test_the_stop_file_is_kept_for_the_launcher_if_a_rank_fails(tmp_path):
     """The ranks that the launcher restarts see it, too."""
     with pytest.raises(ConnectionError), stopping.StopRequest(tmp_path, True):
         (tmp_path / "STOP").touch()
@@ -64,7 +64,7 @@ def test_the_stop_file_stays_for_the_launcher_to_see_where_a_rank_fails(tmp_path
 
 
 @pytest.mark.torch22
-def test_a_caller_hears_the_records_and_stops_a_run(train, tmp_path):
+def test_a_caller_gets_the_records_and_stops_a_run(train, tmp_path):
     given = {"num_steps": 4, "eval_interval": 2}
     heard = []
 
@@ -119,7 +119,7 @@ def test_a_request_while_a_run_sets_up_ends_it_before_its_first_step(
     assert (status["status"], status["step"], status["reason"]) == ("stopped", 1, how)
 
 
-def test_ctrl_c_while_a_run_sets_up_is_no_failure(train, tmp_path, capsys, while_it_sets_up):
+def test_ctrl_c_during_the_setup_is_not_a_failure(train, tmp_path, capsys, while_it_sets_up):
     while_it_sets_up(lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path)

@@ -13,7 +13,9 @@ import pyarrow.parquet
 import pytest
 import torch
 
-# Answers each line of stdin as the command mamba-fsdp does, with [the exit code, what is said].
+from tests.support.corpora import write_files
+
+# Runs each line of stdin like the command mamba-fsdp, and prints [exit code, output] for it.
 ANSWERS = """
 import json, os, shlex, sys, tempfile, traceback
 from mamba_fsdp.__main__ import main
@@ -370,25 +372,26 @@ def folder(user_folder, tmp_path_factory):
     """A copy of the user's folder with the files that the mistakes need."""
     folder = tmp_path_factory.mktemp("advice") / "user"
     shutil.copytree(user_folder, folder)
-    (folder / "texts").mkdir()
-    shutil.copy(folder / "a.txt", folder / "texts")
-    shutil.copy(folder / "a.txt", folder / "notes")
-    (folder / "short.txt").write_text("a")
-    ids = [{"ids": [5, 6, 300]}, {"ids": [7, 8]}] * 1200
-    (folder / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ids))
-    (folder / "rows.jsonl").write_text('{"document": {"text": "some text"}}\n' * 1200)
-    (folder / "words.csv").write_text("id,words\n" + "1,some text\n" * 1200)
-    (folder / "carets.csv").write_text("id^text\n" + "1^some text\n" * 1200)
-    (folder / "flat.yaml").write_text("training: 5\n")
-    (folder / "latin.txt").write_bytes("by José and Renée".encode("cp1252"))
-    (folder / "wide.txt").write_bytes("by José and Renée".encode("utf-16-le"))
-    (folder / "torn.jsonl").write_text('{"text": "some text"}\n' * 99 + "{")
-    (folder / "sets").mkdir()
+    text = (folder / "a.txt").read_text()
+    files = {
+        "texts/a.txt": text,
+        "notes": text,
+        "sets/a-1-of-2.txt": text,
+        "sets/b.txt": text,
+        "short.txt": "a",
+        "ids.jsonl": '{"ids": [5, 6, 300]}\n{"ids": [7, 8]}\n' * 1200,
+        "rows.jsonl": '{"document": {"text": "some text"}}\n' * 1200,
+        "words.csv": "id,words\n" + "1,some text\n" * 1200,
+        "carets.csv": "id^text\n" + "1^some text\n" * 1200,
+        "flat.yaml": "training: 5\n",
+        "latin.txt": "by José and Renée".encode("cp1252"),
+        "wide.txt": "by José and Renée".encode("utf-16-le"),
+        "torn.jsonl": '{"text": "some text"}\n' * 99 + "{",
+    }
+    write_files(folder, files)
     (folder / "unpacked").mkdir()
     rows = pyarrow.Table.from_pylist([{"text": "some text"}] * 1200)
     pyarrow.parquet.write_table(rows, folder / "unnamed.json")
-    shutil.copy(folder / "a.txt", folder / "sets/a-1-of-2.txt")
-    shutil.copy(folder / "a.txt", folder / "sets/b.txt")
     np.save(folder / "array.npy", np.arange(9000) % 300)
     shutil.copytree(folder / "runs/demo", folder / "runs/notok")
     shutil.rmtree(folder / "runs/notok/tokenizer")

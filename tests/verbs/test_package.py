@@ -1,4 +1,4 @@
-"""Tests the Python interface: its functions, the checks of their arguments, and calls from any folder."""
+"""Tests the functions of the package mamba_fsdp: names, signatures, errors, and their use in notebooks."""
 
 import inspect
 import os
@@ -100,28 +100,6 @@ def test_the_import_is_light_and_its_threads_spin_for_a_moment(project, tmp_path
     )
     assert python(code, tmp_path, project).stdout == "30000\n"
     assert python(code, tmp_path, project, OMP_WAIT_POLICY="ACTIVE").stdout == "None\n"
-
-
-TINY = "use_dummy_dataset=True, vocab_size=64, d_model=16, d_state=8, n_layer=1, seq_length=32, batch_size=1, num_steps=1"
-KEPT = f"""
-import signal, sys
-def process():
-    numbers = sorted(signal.valid_signals())
-    return [signal.getsignal(number) for number in numbers], sys.excepthook, sys.path[:]
-before = process()
-import mamba_fsdp
-functions = [getattr(mamba_fsdp, name) for name in dir(mamba_fsdp)]
-assert process() == before
-mamba_fsdp.train({TINY})
-assert process() == before
-"""
-
-
-@pytest.mark.slow
-def test_training_restores_the_ctrl_c_of_a_notebook(project, tmp_path):
-    """The import and a training leave the process as it was."""
-    done = python(KEPT, tmp_path, project)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_program_may_end_with_its_batches_half_read(project, tmp_path):

@@ -33,7 +33,7 @@ interval     seconds   goodput  without spares
 
 @pytest.fixture
 def told(call):
-    """told(words) -> (exit code, what is printed)."""
+    """told(arguments) -> (exit code, output)."""
     return lambda words: call(plan, *shlex.split(words))
 
 

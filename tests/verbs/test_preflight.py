@@ -34,7 +34,7 @@ def give_space(monkeypatch, free):
 
 @pytest.fixture
 def report(folder, tmp_path, monkeypatch):
-    """report(node, **settings): writes the report of a node whose driver shows `shown` of its GPUs."""
+    """report(node, **settings): writes the report of a node. Its driver shows `shown` of its GPUs."""
     monkeypatch.setattr(machine, "check_version", lambda: None)
     give_space(monkeypatch, 10**12)
 

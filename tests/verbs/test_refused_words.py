@@ -84,7 +84,7 @@ REFUSED = {
 LINES = [f"{verb} {words}".strip() for verb, table in REFUSED.items() for words in table]
 FAST = {"checkpoints runs/demo": 3, "inspect runs/demo": 5, "train --version": 1, "": 15}
 
-# Answers each line of stdin as the command mamba-fsdp does, with the exit code and what is said.
+# Runs each line of stdin like the command mamba-fsdp, and prints [exit code, output] for it.
 ANSWERS = """
 import contextlib, io, json, shlex, sys
 from mamba_fsdp.__main__ import main

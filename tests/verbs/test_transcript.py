@@ -1,4 +1,4 @@
-"""Compares the complete output of the verbs with a golden file: for the files that a training leaves, and for planned trainings."""
+"""Compares the whole output of the verbs with a golden file."""
 
 import importlib
 import json
@@ -11,6 +11,7 @@ import datasets
 import pytest
 
 from tests.support.checkpoints import flip
+from tests.support.corpora import write_files
 
 TRANSCRIPT = Path(__file__).with_name("transcript.txt")
 # Records of a run that was validated, restarted with another setting, and evaluated.
@@ -26,7 +27,7 @@ EVENT = {
     "from": "checkpoint step_00000006",
     "changed": "seed 1 -> 2",
 }
-ELSEWHERE = {  # parts of the output that depend on the machine, the time or the version
+REPLACEMENTS = {  # parts of the output that depend on the machine, the time or a version
     r" \d+\.\d+ k?B(?=  )": " SIZE",
     r"(?<=torch )\S+": "VERSION",
     r"20\d\d-\d\d-\d\d \d\d:\d\d": "TIME",
@@ -40,7 +41,7 @@ ELSEWHERE = {  # parts of the output that depend on the machine, the time or the
 
 @pytest.fixture
 def folder(in_user_folder, tmp_path, monkeypatch):
-    """A copy of the user's folder. It also has a run with more records, which was killed during a save."""
+    """A copy of the user's folder. It also has a run with more records that was killed during a save."""
     of_other_tests = shutil.ignore_patterns("evaluations", "lm_eval_*", "report.html")
     for place in ("data/builtin", "runs/demo", "exported/demo"):
         shutil.copytree(in_user_folder / place, tmp_path / place, ignore=of_other_tests)
@@ -49,19 +50,22 @@ def folder(in_user_folder, tmp_path, monkeypatch):
     more = Path(shutil.copytree("runs/demo", "more/more"))
     (more / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in METRICS))
     (more / "events.jsonl").write_text(json.dumps(EVENT) + "\n")
-    (more / "lm_eval_2025.json").touch()
-    (more / "lm_eval_2026.json").touch()
-    (more / "evaluations").mkdir()
-    (more / "evaluations/data.jsonl").touch()
-    (more / "status.json").write_text('{"status": "failed", "reason": "a full disk"}')
-    (more / "checkpoints/step_00000002/KEEP").touch()
+    files = {
+        "lm_eval_2025.json": "",
+        "lm_eval_2026.json": "",
+        "evaluations/data.jsonl": "",
+        "status.json": '{"status": "failed", "reason": "a full disk"}',
+        "checkpoints/step_00000002/KEEP": "",
+    }
+    write_files(more, files)
     (more / ".lease.json.0123456789ab.partial/step_00000006").mkdir(parents=True)
     rows = datasets.Dataset.from_list([{"document": {"text": "a b"}, "n": 1}])
     rows.to_json("rows.jsonl")
     rows.to_parquet("rows.parquet")
     rows.save_to_disk("rows")
-    Path("words.csv").write_text("id;words\n1;some text\n")
-    Path("ids.jsonl").write_text('{"ids": [1, 2]}\n')
+    write_files(
+        tmp_path, {"words.csv": "id;words\n1;some text\n", "ids.jsonl": '{"ids": [1, 2]}\n'}
+    )
     Path("bare").mkdir()
     shutil.copy("runs/demo/pth/step_00000004/consolidated.00.pth", "bare")
     shutil.copytree("data/builtin/train", "plain")
@@ -78,7 +82,7 @@ def test_the_transcript_changes_only_on_purpose(folder, call, golden):
     for line in re.findall(r"^\$ (.*)$", TRANSCRIPT.read_text(), re.M):
         verb, *words = line.split()
         code, said = call(importlib.import_module(f"mamba_fsdp.verbs.{verb}"), *words)
-        for pattern, word in ELSEWHERE.items():
+        for pattern, word in REPLACEMENTS.items():
             said = re.sub(pattern, word, said, flags=re.M)
         told.append(f"$ {line}\n{said}{code}\n")
     golden.check_text("transcript.txt", "".join(told))

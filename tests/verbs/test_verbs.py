@@ -1,4 +1,4 @@
-"""Tests the verbs on the files that a training has left."""
+"""Tests the files of an export."""
 
 import os
 

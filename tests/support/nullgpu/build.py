@@ -15,12 +15,12 @@ from benchmarks.kernels.install import installed
 
 SOURCES = Path(__file__).parent
 PROJECT = SOURCES.parents[2]
-# The newest tested torch and its headers, used if this Python has no CUDA build of torch.
+# The newest tested CUDA build of torch and its headers, for a Python without a CUDA build.
 NEWEST = ("torch==2.11.0", "triton==3.6.0", "nvidia-cuda-runtime==13.0.96")
-# Libraries that are only called to compute. Installed ones are used unchanged, except cuBLAS and NVRTC.
-OTHERS = "cublas|cudnn|cufft|cufile|cupti|curand|cusolver|cusparse|nccl|nvrtc|nvshmem|nvtx"
-# A weak definition of a function of these libraries. A definition in others.c has precedence.
-COMPUTES = """__attribute__((weak)) int {name}(void) {{
+# Libraries that torch only calls to compute. Except for cuBLAS and NVRTC, they are not replaced if they are installed.
+LIBRARIES = "cublas|cudnn|cufft|cufile|cupti|curand|cusolver|cusparse|nccl|nvrtc|nvshmem|nvtx"
+# The weak definition of a function of these libraries. A definition in others.c has priority.
+STUB = """__attribute__((weak)) int {name}(void) {{
     nullgpu_count(BLAS_CALLS, 1);
     return 0;
 }}
@@ -60,7 +60,7 @@ def build(folder):
     headers = [f"-I{SOURCES}", f"-I{cuda}/include"]
     products = folder / "products.c"
     products.write_text(
-        '#include "device.h"\n' + "".join(COMPUTES.format(name=name) for name in computed())
+        '#include "device.h"\n' + "".join(STUB.format(name=name) for name in called_functions())
     )
     sources = [SOURCES / "runtime.c", SOURCES / "others.c", products]
     runtime = ["-Wl,-soname,libnullgpu.so", *sources, "-lpthread"]
@@ -68,30 +68,33 @@ def build(folder):
     subprocess.run([*COMPILE, *headers, *runtime, "-o", folder / "libnullgpu.so"], check=True)
     subprocess.run([*COMPILE, *headers, *driver, "-o", folder / "libcuda.so.1"], check=True)
     (folder / "libcuda.so").symlink_to("libcuda.so.1")  # Triton links its launchers with this name
-    for name in missing():
+    for name in missing_libraries():
         (folder / name).symlink_to("libnullgpu.so")
 
 
 @functools.cache
-def of_torch(words):
-    """Returns the output of a command of binutils for torch's libraries."""
+def inspect_libraries(words):
+    """Returns the output of a program of binutils for torch's libraries."""
     libraries = sorted(packages().glob("torch/lib/*.so"))
     done = subprocess.run([*words, *libraries], capture_output=True, text=True, check=True)
     return done.stdout
 
 
-def missing():
-    """Returns the NVIDIA libraries that torch links and that are not installed. The single library of the null device
-    replaces all of them."""
-    linked = set(re.findall(r"\(NEEDED\).*\[(.*)\]", of_torch(("readelf", "-d"))))
-    named = {name for name in linked if re.match(f"lib({OTHERS})", name, re.IGNORECASE)}
+def missing_libraries():
+    """Returns the libraries of NVIDIA that torch links but that are not installed. libnullgpu.so replaces all of them."""
+    linked = set(re.findall(r"\(NEEDED\).*\[(.*)\]", inspect_libraries(("readelf", "-d"))))
+    named = {name for name in linked if re.match(f"lib({LIBRARIES})", name, re.IGNORECASE)}
     return {name for name in named if not list(packages().glob(f"nvidia/**/{name}"))}
 
 
-def computed():
+def called_functions():
     """Returns the functions of the replaced libraries that torch calls."""
-    called = set(re.findall(r"^ +U (\w+)", of_torch(("nm", "-D")), re.MULTILINE))
-    replaced = {"cublas", "nvrtc", *(re.match("lib([a-z]+)", name)[1] for name in missing())}
+    called = set(re.findall(r"^ +U (\w+)", inspect_libraries(("nm", "-D")), re.MULTILINE))
+    replaced = {
+        "cublas",
+        "nvrtc",
+        *(re.match("lib([a-z]+)", name)[1] for name in missing_libraries()),
+    }
     return sorted(name for name in called if re.match("|".join(replaced), name, re.IGNORECASE))
 
 

@@ -12,7 +12,7 @@ NAME = "over_gloo"
 
 
 class Done(dist._Work):
-    """A collective that has ended."""
+    """The handle of a completed collective."""
 
     every: list["Done"] = []
 
@@ -78,7 +78,7 @@ def as_bytes(tensor):
 
 
 class OverGloo(dist.ProcessGroup):
-    """A process group for tensors of the device."""
+    """A process group for tensors on the device."""
 
     def __init__(self, store, rank, size, timeout):
         super().__init__(rank, size)

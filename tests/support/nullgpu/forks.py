@@ -1,9 +1,10 @@
-"""Runs programs on the null device in processes that are forked from this one, which has their imports: python -m
-tests.support.nullgpu.forks
+"""Runs programs on the null device, in processes that are forked from this one after the imports.
 
-Each line of stdin is a list of programs, [arguments of Python, variables], that run simultaneously. The answer is a
-line with [exit code, output] of each program, written when all have ended or one has failed. A program that takes too
-long prints its stack.
+    python -m tests.support.nullgpu.forks
+
+Each line of stdin is a JSON list of programs that run at the same time: [[arguments of Python, variables], ...]. When all
+of them have ended, or one has failed, a line of stdout contains [exit code, output] of each program. A program that takes
+too long prints its stack.
 """
 
 import json
@@ -13,10 +14,10 @@ import signal
 import sys
 import time
 
-import tests.support.nullgpu.training  # noqa: F401 - what all of them import
+import tests.support.nullgpu.training  # noqa: F401 - the imports of all programs
 from tests.support import forked
 
-MOST_SECONDS = 900  # a program takes a tenth of it, unless it hangs
+MAX_SECONDS = 900  # after this time, a program hangs
 
 
 def run(programs):
@@ -25,7 +26,7 @@ def run(programs):
         length = 2 if words[0] == "-m" else 1
         environment = os.environ | variables
         processes.append(forked.Training(words[length:], environment, True, words[:length]))
-    end = time.monotonic() + MOST_SECONDS
+    end = time.monotonic() + MAX_SECONDS
     while any(process.returncode is None for process in processes):
         time.sleep(0.02)
         if any(process.returncode for process in processes) or time.monotonic() > end:

@@ -9,7 +9,7 @@ from mamba_fsdp.settings.resolve import resolve_settings
 LAYERS = 8
 
 
-def of_a_step(settings, layers):
+def count_step(settings, layers):
     step = counted_step(settings, layers)
     step()  # the first step also creates the optimizer's moments
     before = step()
@@ -18,5 +18,5 @@ def of_a_step(settings, layers):
 
 if __name__ == "__main__":
     settings = resolve_settings(MODELS[sys.argv[1]] | SHAPE)
-    of_blocks = of_a_step(settings, 2 * LAYERS) - of_a_step(settings, LAYERS)
-    print((of_blocks / LAYERS).round().int().tolist())
+    difference = count_step(settings, 2 * LAYERS) - count_step(settings, LAYERS)
+    print((difference / LAYERS).round().int().tolist())

@@ -40,8 +40,10 @@ def documents(cls, seq_idx):
 
 
 def replace():
-    """Makes all these replacements in this process."""
-    with warnings.catch_warnings(action="ignore"):  # the warning about an overridden kernel
+    """Makes the replacements in this process."""
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # torch warns that the operator has an implementation
         OVERRIDES.impl("_local_scalar_dense", one, "CUDA")
     torch.nn.parallel.distributed._verify_param_shape_across_processes = lambda *_: None
     LayerCheck.compare = compare

@@ -1,7 +1,8 @@
-"""Runs the parts of benchmarks.gpu in tiny sizes, in this process: python -m tests.support.nullgpu.rehearsal OUT
+"""Runs the parts of benchmarks.gpu with tiny sizes in this process, and prints their tables.
 
-It prints their tables. Everything is timed once, and the caches of compilers are kept, so that as little as possible
-is compiled.
+    python -m tests.support.nullgpu.rehearsal OUT
+
+Each kernel is timed once. The caches of the compilers are kept, so that little has to be compiled.
 """
 
 import os

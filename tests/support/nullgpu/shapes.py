@@ -1,5 +1,6 @@
-"""Runs a layer of each kind of the given presets forward and backward on the null device, with the shapes of their
-recipes: python -m tests.support.nullgpu.shapes PRESET ...
+"""Runs each kind of layer of the presets forward and backward on the null device, with the shapes of their recipes.
+
+    python -m tests.support.nullgpu.shapes PRESET ...
 
 It fails if a launch exceeds a limit of the device.
 """

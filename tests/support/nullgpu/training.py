@@ -1,9 +1,10 @@
-"""Trains on the null device, and reports the result: python -m tests.support.nullgpu.training SETTING=VALUE ...
+"""Trains on the null device, and prints a JSON object for each training.
 
-num_steps=2,4,answer trains twice, the second time from a checkpoint, and then evaluates and generates. After each
-part, a line of stdout contains a JSON object with these fields. `ended`: finished, stopped, or the error. `untested`:
-Triton kernels that were compiled outside of the layer check. `waits`: places in a step where the host waited for the
-device. `left`: resources of the device that were not released.
+    python -m tests.support.nullgpu.training SETTING=VALUE ...
+
+num_steps=2,4,answer trains twice, the second time from a checkpoint, and then evaluates and generates. The fields are
+`ended` (finished, stopped, or the error), `untested` (Triton kernels that were compiled outside of the test of layers),
+`waits` (places in a step where the host waited for the device) and `left` (resources of the device that are still in use).
 """
 
 import ctypes
