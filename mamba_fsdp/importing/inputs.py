@@ -174,19 +174,16 @@ def _expand(pattern: Path, left_out: LeftOut) -> list[Path]:
     depth = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     places = [Path(*parts[:depth])]
     for part in parts[depth:]:
-        folders = [place for place in places if is_folder(place)]
-        if part == "**":
-            found = [below for folder in folders for below, _ in folders_below(folder, left_out)]
-        else:
-            found = [folder / name for folder in folders for name in _matching(folder, part)]
-        places = sorted(set(found), key=str)
+        found = set()
+        for folder in filter(is_folder, places):
+            if part == "**":
+                found |= {below for below, _ in folders_below(folder, left_out)}
+                continue
+            for name in fnmatch.filter(list_entries(folder), part):
+                if part[0] == "." or name[0] != ".":  # other patterns don't match hidden names
+                    found.add(folder / name)
+        places = sorted(found, key=str)
     return places
-
-
-def _matching(folder: Path, pattern: str) -> list[str]:
-    """Returns the names in a folder that match a pattern. Only a pattern that begins with a dot matches hidden ones."""
-    names = fnmatch.filter(list_entries(folder), pattern)
-    return [name for name in names if pattern.startswith(".") or not name.startswith(".")]
 
 
 def _hub_splits(name: str, options: DatasetConfig) -> list[InputFile]:

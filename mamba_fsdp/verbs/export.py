@@ -27,8 +27,8 @@ class ImportConfig:
 @dataclass
 class ExportConfig(ImportConfig):
     format: str = setting("hf", choices=("hf", "state-spaces", "pth"), elsewhere="output_format")
-    """Format of the output. hf: for transformers' AutoModelForCausalLM (safetensors, with the tokenizer). state-spaces: for
-    mamba_ssm's MambaLMHeadModel.from_pretrained. pth: consolidated.00.pth with config.json and tokenizer/, as each run
+    """Format of the output. hf: for transformers' AutoModelForCausalLM (safetensors, with the tokenizer); "GGUF, vLLM, SGLang" in
+    docs/models.md converts it further. state-spaces: for mamba_ssm's MambaLMHeadModel.from_pretrained. pth: consolidated.00.pth with config.json and tokenizer/, as each run
     writes it at its end."""
     trial: bool = setting(True)
     """hf: before OUT appears, transformers has to load a small copy, compute the same and generate."""

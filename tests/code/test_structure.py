@@ -15,7 +15,7 @@ MAX_TOKENS = {
     ".": 5_333,
     "checkpoint": 9_016,
     "data": 9_820,
-    "importing": 18_311,
+    "importing": 18_269,
     "inference": 4_227,
     "interop": 12_385,
     "launch": 23_174,
