@@ -1,4 +1,4 @@
-"""A corpus, a small tokenizer, and a fixture that imports the corpus with it."""
+"""Provides a corpus, a small tokenizer, and a function that imports an input with this tokenizer."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.support.corpora import make_texts
 
 @pytest.fixture(autouse=True)
 def no_hub(monkeypatch):
-    """No test of this folder connects to the Hub."""
+    """Prevents all tests in this folder from connecting to the Hugging Face Hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
@@ -21,7 +21,7 @@ def texts():
 
 @pytest.fixture(scope="session")
 def tokenizer(texts, tmp_path_factory):
-    """The tokenizer.json of a byte-level tokenizer."""
+    """Returns the path of the tokenizer.json of a byte-level tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer_lib.train(texts, 300).save(folder)
     return str(folder / "tokenizer.json")
@@ -29,7 +29,8 @@ def tokenizer(texts, tmp_path_factory):
 
 @pytest.fixture
 def prepare(tokenizer):
-    """Imports an input. The defaults are one worker, no validation, and the small tokenizer."""
+    """Returns a function prepare(source, out, **settings), which imports an input. By default it uses one worker and
+    the small tokenizer, and holds out no validation data."""
 
     def run(source, out, **settings):
         options = DatasetConfig(

@@ -1,4 +1,4 @@
-"""get_dataset.py on storage with transient errors: the import takes longer, and its bytes are the same."""
+"""Tests that an import on storage with transient errors takes longer, but writes the same bytes."""
 
 import errno
 import gzip
@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """{name: a folder of inputs}: text in each format, and token ids."""
+    """Returns {name: a folder of inputs}: "words" contains text in each format, "ids" contains token ids."""
     root = tmp_path_factory.mktemp("sources")
     texts = make_texts(40)
     rows = datasets.Dataset.from_dict({"text": texts})
@@ -60,7 +60,8 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_single_storage_error_does_not_end_an_import(folder, sources, prepare, monkeypatch, name):
-    """Whichever call fails, no document is left out."""
+    """If any single call of the storage fails, the import succeeds, leaves out no document, and writes the same
+    bytes."""
 
     def copy_input():
         shutil.rmtree(folder)
@@ -75,8 +76,8 @@ def test_a_single_storage_error_does_not_end_an_import(folder, sources, prepare,
 
 
 def test_reads_and_flushes_that_fail_are_repeated(folder, sources, prepare, monkeypatch):
-    """Every second read of an input fails. Every second flush fails too, and loses the data that was written since
-    the last one."""
+    """An import writes the same bytes if every second read of an input fails, and every second flush fails and loses
+    the data that was written since the last one."""
     assert prepare(sources["words"], folder / "well", **OPTIONS["words"])
     (folder / "empty").touch()
     calls = {"readv": 0, "fsync": 0}
@@ -114,7 +115,8 @@ def test_reads_and_flushes_that_fail_are_repeated(folder, sources, prepare, monk
 
 @pytest.mark.parametrize("name", ["a.npy", "b.bin", "layout/c.npy"])
 def test_token_files_that_become_shorter_are_refused(folder, prepare, monkeypatch, name):
-    """They are not mapped into memory: the page of a mapped file that can't be read would end the process by SIGBUS."""
+    """A token file that is truncated while it is read is an error. It is not mapped into memory, because accessing a
+    page of a mapped file that can't be read would end the process with SIGBUS."""
     monkeypatch.setattr(token_files, "WINDOW", 100)
     ids = np.arange(1, 20_000, dtype=np.uint16)
     path = folder / name
@@ -136,7 +138,11 @@ def test_token_files_that_become_shorter_are_refused(folder, prepare, monkeypatc
 
 
 def test_a_file_that_storage_fails_to_read_is_not_left_out(folder, monkeypatch, prepare):
-    """--skip_unreadable is for damaged files. The kind of a file without an extension is unknown without its first bytes."""
+    """A storage error ends an import even with --skip_unreadable, which is for damaged files.
+
+    The same is true while the kind of a file is determined: without an extension, it depends on the first bytes of
+    the file.
+    """
     monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
     (folder / "in").mkdir()
     write_records(folder / "in/a.jsonl", make_texts(3))

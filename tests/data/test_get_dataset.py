@@ -1,5 +1,5 @@
-"""get_dataset.py on text: held-out tokens, unreadable records, and imports that are killed and resumed, which give
-the bytes of an uninterrupted import."""
+"""Tests get_dataset.py on text: records that can't be read, the tokens that are held out, and imports in several
+parts, or that are killed and resumed."""
 
 import gzip
 import itertools
@@ -40,7 +40,8 @@ pytestmark = pytest.mark.torch22
 
 
 def test_what_is_left_out_or_kept_is_counted_at_the_end(prepare, tmp_path, capsys):
-    """Unreadable files and records are left out only with --skip_unreadable, and are reported with the reason."""
+    """At its end, an import prints how many files and records it left out, with the reason, and which irregularities
+    it kept. Files and records that can't be read are an error unless --skip_unreadable is set."""
     files = {
         "a.jsonl": '{"text": "a"}\n{"no": "b"}\n{"text": "a"}\n{\n{"text": "\\r\\n"}',
         "b.txt": b"\xef\xbb\xbfone\r\ntwo",
@@ -56,7 +57,7 @@ def test_what_is_left_out_or_kept_is_counted_at_the_end(prepare, tmp_path, capsy
     assert not list((tmp_path / "out").rglob("tokenizer.json")), "it was found at once"
     assert prepare(folder, tmp_path / "out", skip_unreadable=True)
     assert read_back(tmp_path / "out" / "train") == ["a", "a", "one\r\ntwo"]
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line in (
         "left out: 1 hidden: ",
         "left out: 1 of an unknown format: ",
@@ -65,7 +66,7 @@ def test_what_is_left_out_or_kept_is_counted_at_the_end(prepare, tmp_path, capsy
         "left out: 1 empty documents\n",
         "kept as they are: 1 exact duplicates, 1 line ends in CRLF; see",
     ):
-        assert line in told, told
+        assert line in output, output
     assert len(json.loads((tmp_path / "out/dataset.json").read_text())["unreadable"]) == 2
 
 
@@ -78,7 +79,9 @@ def test_what_is_left_out_or_kept_is_counted_at_the_end(prepare, tmp_path, capsy
     st.integers(0, 3),
 )
 def test_the_held_out_share_is_of_tokens_and_does_not_depend_on_batches(lengths, fraction, cuts):
-    """The share is within a factor of two if the input has several spans, for documents of any length."""
+    """Holdout.choose holds out the same tokens for any division of the input into batches. For documents of any
+    length, the fraction of held-out tokens is within a factor of two of the requested one if the input has several
+    spans."""
     ends = np.cumsum(lengths)
     total = int(ends[-1])
     holdout = Holdout(fraction, {"bytes": 4 * total}, 0)
@@ -104,7 +107,8 @@ def test_the_held_out_share_is_of_tokens_and_does_not_depend_on_batches(lengths,
 
 
 def test_parts_of_a_long_document_are_held_out(prepare, tmp_path, texts):
-    """Each part ends with an eos, and together the parts are the document."""
+    """A long document is divided between training and validation. Each part ends with an eos, and together the parts
+    are the document."""
     (tmp_path / "a.txt").write_text("\n".join(texts))
     prepare(tmp_path / "a.txt", tmp_path / "out", validation_fraction=0.1)
     prepare(tmp_path / "a.txt", tmp_path / "whole")
@@ -129,11 +133,11 @@ def test_too_little_text_for_a_validation_is_refused(prepare, tmp_path):
 
 
 class Killed(BaseException):
-    """Simulates a kill -9: no code of the library catches it."""
+    """Simulates a kill -9. No code of the library catches this exception."""
 
 
 def dies_after(writes, fsync=os.fsync):
-    """A replacement of os.fsync that kills the process after a number of calls."""
+    """Returns a replacement of os.fsync that raises Killed after this number of calls."""
     calls = itertools.count(1)
 
     def dying(file):
@@ -150,7 +154,8 @@ def dies_after(writes, fsync=os.fsync):
 def test_an_import_that_is_killed_at_any_write_resumes_to_the_same_bytes(
     prepare, tmp_path, monkeypatch, capsys, how
 ):
-    """It can be killed several times, also during a merge. No other files remain."""
+    """An import that is killed several times, also during a merge, and then resumed writes the bytes of an
+    uninterrupted import. No temporary files remain."""
     monkeypatch.setattr(make_dataset, "BATCH_SIZE", 300)
     monkeypatch.setattr(make_dataset, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(text_files, "BLOCK", 200)
@@ -174,7 +179,8 @@ def test_an_import_that_is_killed_at_any_write_resumes_to_the_same_bytes(
     assert not list(out.rglob(".*"))
 
 
-# Blocks while it trains the tokenizer, and ignores signals, like Python while a library computes.
+# A program that blocks while it trains the tokenizer. It does not handle signals during this time, like Python while a
+# library computes.
 HELD = """
 import hashlib
 from pathlib import Path
@@ -204,15 +210,16 @@ def test_ctrl_c_ends_an_import_at_once_and_the_same_command_resumes(prepare, tmp
     )
     wait_until((tmp_path / "held").exists)
     process.send_signal(signal.SIGINT)
-    said = process.communicate()[1]
-    assert process.returncode == 130 and "Traceback" not in said
-    assert "out is unfinished; the same command resumes from here" in said
+    errors = process.communicate()[1]
+    assert process.returncode == 130 and "Traceback" not in errors
+    assert "out is unfinished; the same command resumes from here" in errors
     assert prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer="train:300", eos_token="")
 
 
 @pytest.mark.parametrize(("files", "held_out"), [(1, 0.1), (7, 0.0)])
 def test_merged_parts_contain_the_documents_of_a_single_process(prepare, tmp_path, files, held_out):
-    """The documents are in the order of the input if each part has its own files."""
+    """The merged store of several parts contains the same tokens as the store of a single process. If no document is
+    held out, its documents are in the order of the input."""
     for number in range(files):
         write_records(tmp_path / f"in/{number}.jsonl", make_texts(20, number))
     how = {"tokenizer": "train:300", "eos_token": "<end>"}
@@ -222,7 +229,8 @@ def test_merged_parts_contain_the_documents_of_a_single_process(prepare, tmp_pat
     for part in (2, 0, 1):
         done = prepare(tmp_path / "in", out, part=f"{part}/3", **how)
         assert done == (part == 1)
-    if held_out:  # documents can be cut, each part has an eos
+    # If data is held out, documents can be split, and each piece has its own eos. Eos tokens are not counted.
+    if held_out:
         stores = [tmp_path / "whole/train", out / "train", out / "validation"]
         whole, *parts = [sum(len(d) - 1 for d in documents_of(store)) for store in stores]
         assert sum(parts) == whole
@@ -233,7 +241,8 @@ def test_merged_parts_contain_the_documents_of_a_single_process(prepare, tmp_pat
 
 
 def test_during_a_merge_other_parts_wait_and_overwriting_is_refused(prepare, tmp_path, monkeypatch):
-    """They wait for any length of time. The merge removes the folder that would contain the lease of a waiting part."""
+    """While one process merges the parts, a process that starts another part waits until the merge has finished, and
+    --overwrite is an error."""
     write_records(tmp_path / "a.jsonl", make_texts(20))
     monkeypatch.setattr(lease, "RENEWAL_SECONDS", 0.05)
     monkeypatch.setattr(lease, "POLL_SECONDS", 0.05)
@@ -265,10 +274,10 @@ def test_an_import_reports_a_full_disk_and_resumes(prepare, tmp_path, monkeypatc
     def full(_):
         raise OSError(28, "No space left on device", "hidden")
 
-    told = (
+    message = (
         "^[^ ]*/out: can't be written .No space left.*fix this, then run the same command to resume"
     )
-    with monkeypatch.context() as patched, pytest.raises(UserError, match=told):
+    with monkeypatch.context() as patched, pytest.raises(UserError, match=message):
         patched.setattr(os, "fsync", full)
         prepare(tmp_path / "a.jsonl", tmp_path / "out")
     prepare(tmp_path / "a.jsonl", tmp_path / "out")
@@ -276,7 +285,8 @@ def test_an_import_reports_a_full_disk_and_resumes(prepare, tmp_path, monkeypatc
 
 
 def test_a_full_disk_while_the_tokenizer_is_saved_is_reported(prepare, tmp_path, tokenizer):
-    """`transformers` saves the tokenizer with a library that raises a plain Exception."""
+    """If the disk is full while the tokenizer is saved, the error has one line, although the library that
+    transformers uses for this raises a plain Exception."""
     (tmp_path / "a.txt").write_text("text")
     settings = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT})
     (tmp_path / "tokenizer_config.json").write_text(settings)
@@ -300,7 +310,7 @@ def test_files_of_this_program_are_never_read_as_text(prepare, tmp_path, capsys)
     assert f"left out: 1 made by this program: {tmp_path}/out\n" in capsys.readouterr().out
 
 
-CHANGES = {  # how the input is changed: the reported difference
+CHANGES = {  # {command that changes the input: the reported difference}
     "printf 'other text' > a.txt": "bytes was 9 and is 10, last change was .*",
     "printf 'same size' > a.txt": "last change was 20.* and is 20.*",
     "mv a.txt b.txt": "place was .*a.txt and is .*b.txt",
@@ -318,7 +328,8 @@ def test_another_input_than_before_is_refused(prepare, tmp_path, done):
 
 
 def test_an_unfinished_import_refuses_other_settings(prepare, tmp_path, monkeypatch):
-    """If it failed before anything was recorded, the command can be corrected."""
+    """An unfinished import can be resumed only with the same settings. If it failed before anything was recorded, the
+    settings can be changed."""
     (tmp_path / "a.jsonl").write_text('{"text": "a", "words": "b"}\n{"text": 3, "words": "c"}')
     with pytest.raises(UserError, match="'text' is of type int"):
         prepare(tmp_path / "a.jsonl", tmp_path / "out")
@@ -335,7 +346,8 @@ def test_an_unfinished_import_refuses_other_settings(prepare, tmp_path, monkeypa
 def test_an_input_and_a_tokenizer_are_identified_by_their_resolved_paths(
     prepare, tmp_path, monkeypatch, tokenizer, capsys
 ):
-    """Another spelling of the path makes no difference."""
+    """An import is complete for every spelling of the paths of its input and its tokenizer: relative, absolute or
+    through a symbolic link."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.txt").write_text("some text")
     (tmp_path / "link").symlink_to("in")
@@ -353,13 +365,13 @@ def test_an_input_and_a_tokenizer_are_identified_by_their_resolved_paths(
 def test_progress_grows_to_100_percent_and_estimates_the_time_left(
     prepare, tmp_path, monkeypatch, capsys
 ):
-    """The input is a compressed file."""
+    """The progress of a compressed file grows monotonically to 100 %, with an estimate of the remaining time."""
     monkeypatch.setattr(make_dataset, "BATCH_SIZE", 1 << 14)
     monkeypatch.setattr(text_files, "BLOCK", 1 << 14)
     monkeypatch.setattr(make_dataset, "SAVE_SECONDS", 0.0)
     letters = random.Random(0).choices("abcdefgh \n", k=1 << 19)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress("".join(letters).encode(), 1))
     prepare(tmp_path / "a.txt.gz", tmp_path / "out", documents="lines")
-    told = capsys.readouterr().out
-    shares = re.findall(r"file 1 of 1: .* (\d+)% of .* kB, left 0:0\d:\d\d", told)
+    output = capsys.readouterr().out
+    shares = re.findall(r"file 1 of 1: .* (\d+)% of .* kB, left 0:0\d:\d\d", output)
     assert shares == sorted(shares, key=int) and shares[-1] == "100"

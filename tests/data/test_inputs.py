@@ -1,4 +1,5 @@
-"""The files of an input and their splits. Training reads only its own split, and `inspect` shows the same files."""
+"""Tests mamba_fsdp.importing.inputs: which files an input consists of, which of their splits is imported, and inputs
+on the Hugging Face Hub."""
 
 import errno
 import os
@@ -31,9 +32,9 @@ def test_a_folder_is_walked_including_links_and_odd_names(tmp_path, capsys):
     with open(os.fsencode(root) + b"/caf\xe9.TXT", "w") as file:
         file.write("odd name")
     assert sorted(read_input(root)) == ["linked", "no state of `datasets`", "odd name"]
-    told = capsys.readouterr().out
-    assert "left out: 2 of an unknown format: " in told and "logo.bin, ..." in told
-    assert "left out: 1 named twice or linked to another: /" in told
+    output = capsys.readouterr().out
+    assert "left out: 2 of an unknown format: " in output and "logo.bin, ..." in output
+    assert "left out: 1 named twice or linked to another: /" in output
     assert "unknown" in read_input(root, format="text")
 
 
@@ -66,7 +67,8 @@ def test_a_glob_finds_each_file_once_and_reports_folders_that_cannot_be_read(tmp
 
 
 def test_the_card_of_a_dataset_is_not_imported(tmp_path, capsys):
-    """The data has another format than the card. If all files are texts, a card is imported, too."""
+    """A dataset card or license is left out if the data next to it has another format. Among text files, it is
+    imported."""
     for folder in ("records", "texts"):
         write_records(tmp_path / folder / "data/a.jsonl", ["a row"])
         for name in ("README.md", "data/LICENSE-2.txt", "readmes.txt"):
@@ -79,7 +81,8 @@ def test_the_card_of_a_dataset_is_not_imported(tmp_path, capsys):
 
 
 def test_the_builtin_data_is_pythons_own_library(tmp_path, monkeypatch):
-    """Third-party packages and files that are not UTF-8 are left out."""
+    """The built-in data consists of the source files of Python's standard library, without third-party packages and
+    files that are not UTF-8."""
     monkeypatch.setattr(inputs.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(
         UserError, match="installed without the source files of its library; name another INPUT"
@@ -96,12 +99,13 @@ def test_the_builtin_data_is_pythons_own_library(tmp_path, monkeypatch):
 def write_saved(path, documents):
     rows = datasets.Dataset.from_dict({"text": documents})
     rows.save_to_disk(path)
-    rows.to_parquet(path / "cache.parquet")  # another file in the folder
+    # This file is not part of the saved dataset, so it must not be read.
+    rows.to_parquet(path / "cache.parquet")
     (path.parent / "dataset_dict.json").touch()
 
 
-# Layouts of splits in a folder: {path: the store of this official split}. The first path contains the token 5, the
-# next one 6, and so on. Only 5 is for training.
+# {layout: {path: the store to which the official split of this path is written}}. The first path of a layout contains
+# the token 5, the next one 6, and so on. Only 5 is training data.
 TREES = {
     "folders": {"train/0.jsonl": "train", "val/0.jsonl": "validation", "test/0.jsonl": "test"},
     "folders below": {
@@ -135,13 +139,14 @@ def first_tokens(source, **settings):
     ("name", "pattern"), [*product(TREES, [""]), ("files", "*"), ("folders below", "**/*.*")]
 )
 def test_other_splits_are_left_out_of_training(tmp_path, capsys, name, pattern):
-    """A requested split, or the official splits, are imported if each file belongs to one."""
+    """By default only the training split is imported. --split selects another split or all of them, and
+    --splits=official assigns each file to the store of its split, if every file belongs to one."""
     tree = make_tree(tmp_path / "in", name) / pattern
     stores = list(TREES[name].values())
     assert first_tokens(tree) == [5]
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     others = f"train is read; {len(stores) - 1} of {len(stores)} files belong to other splits"
-    assert others in told and "--split=all reads them too" in told
+    assert others in output and "--split=all reads them too" in output
     every = list(range(5, 5 + len(stores)))
     assert first_tokens(tree, split="all") == every
     for split in {"validation", "test"}.intersection(stores):
@@ -152,7 +157,7 @@ def test_other_splits_are_left_out_of_training(tmp_path, capsys, name, pattern):
         assert sorted(file.store for file in files) == sorted(stores)
 
 
-# Names of files that are not splits.
+# {reason: names of files that are not splits}
 NO_SPLITS = {
     "packages": ["libcrypt-dev/a.jsonl", "libfoo/b.jsonl", "libtrain/c.jsonl"],
     "a repository": ["src/a.jsonl", "test/a.jsonl", "test/b.jsonl", "web-dev/a.jsonl"],
@@ -166,15 +171,16 @@ NO_SPLITS = {
 
 @pytest.mark.parametrize("name", NO_SPLITS)
 def test_a_name_without_a_matching_train_is_not_a_split(tmp_path, capsys, name):
-    """Its name must differ in one word from another name, where that word is train. The import prints this rule."""
+    """A file belongs to a split only if its name differs in one word from another name that has the word "train" in
+    its place. The import prints why it reads all files."""
     places = NO_SPLITS[name]
     for number, place in enumerate(places):
         write_records(tmp_path / place, [[number]])
     assert first_tokens(tmp_path) == list(range(len(places)))
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        f"all of {len(places)} files, because " in told
-        and "0.01 of the tokens are held out" in told
+        f"all of {len(places)} files, because " in output
+        and "0.01 of the tokens are held out" in output
     )
 
 
@@ -205,19 +211,19 @@ def test_a_requested_split_needs_no_train(tmp_path):
 
 
 def test_a_name_on_the_hub_is_streamed(prepare, tmp_path, monkeypatch, capsys):
-    """Only its training split is read, unless all are requested."""
+    """A dataset on the Hub is streamed. Only its training split is read, unless all splits are requested."""
     splits = ["train", "validation", "test"]
-    asked = []
+    requests = []
 
     def load(name, config, *, split, streaming):
-        asked.append((name, config, split, streaming))
+        requests.append((name, config, split, streaming))
         rows = datasets.Dataset.from_dict({"text": [f"some {split}"] * 3})
         return rows.to_iterable_dataset(num_shards=3)
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, config: splits)
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert read_input("some/corpus", config="de") == ["some train"] * 3
-    assert asked == [("some/corpus", "de", "train", True)]
+    assert requests == [("some/corpus", "de", "train", True)]
     assert (
         "2 of 3 files belong to other splits according to their names (test, validation)"
         in capsys.readouterr().out
@@ -232,7 +238,8 @@ def no_route(*_):
 
 
 def test_a_mistyped_name_is_reported_without_waiting_for_the_hub(tmp_path, monkeypatch, answer):
-    """Libraries that are imported later stay offline."""
+    """If the Hub can't be reached, a mistyped path is reported at once with a suggestion. Libraries that are imported
+    later stay offline."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
@@ -241,8 +248,8 @@ def test_a_mistyped_name_is_reported_without_waiting_for_the_hub(tmp_path, monke
     monkeypatch.setattr(datasets, "get_dataset_split_names", no_route)
     hub.prepare_hub.cache_clear()
     (tmp_path / "mytexts").mkdir()
-    code, _, told = answer(get_dataset, "mytxts", "out")
-    first, second, last = told.splitlines()
+    code, _, errors = answer(get_dataset, "mytxts", "out")
+    first, second, last = errors.splitlines()
     assert first.startswith("asking the Hugging Face Hub for mytxts: no file or folder")
     assert "cache" in second and last.startswith("error: mytxts: there is no such file or folder")
     assert first.endswith("did you mean mytexts?") and last.endswith("did you mean mytexts?")

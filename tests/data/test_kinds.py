@@ -1,4 +1,5 @@
-"""classify_path describes any path: its kind, its content, and a command that accepts it."""
+"""Tests mamba_fsdp.importing.kinds, which determines the kind of any path, describes its content, and suggests a
+command that accepts it."""
 
 import io
 import tarfile
@@ -52,7 +53,7 @@ FILES = RUN | {
     "settings.yaml": "",
     "strange/a.xyz": "",
 }
-PLACES = {  # path: (its kind, part of its description)
+PLACES = {  # {path: (its kind, part of its description or suggested command)}
     "runs/a": ("run", "step_00000004, step_00000006"),
     "runs/a/": ("run", "inspect runs/a shows"),
     "link": ("run", "inspect link shows"),
@@ -121,14 +122,15 @@ def in_folder(folder, monkeypatch):
 
 @pytest.mark.parametrize("path", PLACES)
 def test_a_path_is_classified_and_its_command_is_named(path):
-    kind, said = PLACES[path]
+    kind, text = PLACES[path]
     place = classify_path(path)
-    assert (place.kind, said in f"{place.title}; {place.use}") == (kind, True), place
+    assert (place.kind, text in f"{place.title}; {place.use}") == (kind, True), place
 
 
 @pytest.mark.parametrize("path", PLACES)
 def test_an_unsuitable_path_is_an_error_of_one_line_with_a_remedy(path):
-    """If there is no remedy, the line lists what would be accepted."""
+    """The error for a path that is not data, or not a model, has one line with the kind of the path, and a remedy or
+    a list of accepted inputs."""
     for error in (unexpected_data_error(path), unexpected_model_error(path)):
         start, _, remedy = str(error).partition("; ")
         assert start.startswith(f"{path}: ") and remedy and "\n" not in str(error)

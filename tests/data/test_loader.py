@@ -1,5 +1,5 @@
-"""Batches contain the samples of the sampler for any world size, split into micro-batches, and number of threads.
-Errors are raised in the caller."""
+"""Tests mamba_fsdp.data.loader: batches contain the samples of the sampler for any number of ranks, micro-batches and
+threads, and errors are raised in the caller."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ L = 8
 
 
 class Numbers:
-    """A source in which token i is first + i, with documents of `document` tokens."""
+    """Simulates a source in which token i is first + i, and each document has `document` tokens."""
 
     def __init__(self, token_count, first=0, document=5):
         self.token_count = token_count
@@ -56,7 +56,7 @@ def order_of(sources, seed=0):
 
 
 def loader_of(sources, *batch_shape, seed=0, vocab_size=10**6, num_workers=2, **data):
-    """batch_shape: the arguments of BatchShape."""
+    """Returns a Loader of the sources. batch_shape: the arguments of BatchShape."""
     return Loader(
         sources,
         order_of(sources, seed),
@@ -67,7 +67,8 @@ def loader_of(sources, *batch_shape, seed=0, vocab_size=10**6, num_workers=2, **
 
 
 def rows_of_step(sources, step, split, **settings):
-    """Returns the samples, tokens and labels of a step on all ranks. split: (ranks, batch size, batches of a rank)."""
+    """Returns the samples, tokens and labels of a step, concatenated over all ranks. split: (number of ranks, batch
+    size, number of micro-batches)."""
     world_size, *each = split
     samples, tokens, labels = [], [], []
     for rank in range(world_size):
@@ -94,7 +95,9 @@ SPLITS = [(1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (4, 3, 1), (12, 1, 1)]
 def test_a_step_is_its_samples_for_every_world_size_split_and_worker_count(
     split, workers, prefetch, step, seed
 ):
-    """Each row is the window of a sample. Its labels are the same tokens, shifted by one."""
+    """A step consists of the sampler's next samples, however it is divided among ranks and micro-batches, and with
+    any number of threads. A row contains the window of its sample, and its labels are the same tokens, shifted by
+    one."""
     sources = two_sources()
     samples, tokens, labels = rows_of_step(
         sources, step, split, num_workers=workers, prefetch=prefetch, seed=seed
@@ -110,7 +113,7 @@ def test_a_step_is_its_samples_for_every_world_size_split_and_worker_count(
 
 @pytest.mark.parametrize("workers, prefetch, steps", [(0, 1, 1), (1, 2, 3), (3, 5, 6)])
 def test_threads_read_the_configured_number_of_steps_ahead(workers, prefetch, steps):
-    """Without threads, only the requested step is read."""
+    """The threads of a loader read `prefetch` steps ahead. Without threads, only the requested step is read."""
     reads = []
 
     class Watched(Numbers):
@@ -126,8 +129,11 @@ def test_threads_read_the_configured_number_of_steps_ahead(workers, prefetch, st
 
 
 def test_documents_of_a_row_are_kept_apart_and_labels_weigh_by_what_precedes_them():
-    """seq_idx counts the documents in each row from 0. A weight is tanh(p / window), where p is the position since
-    the start of the row or of the document. The label at a start is ignored."""
+    """seq_idx counts the documents of each row from 0, and the label at the start of a document is ignored.
+
+    The weight of a label is tanh(p / window), where p is the distance to the start of the row or of the document,
+    whichever is nearer.
+    """
     both = {"reset_at_documents": True, "position_weighting": True, "position_window": 3}
     with loader_of({"a": Numbers(50 * L + 1, document=5)}, 0, 1, 25, **both) as loader:
         (batch,) = loader.step(0)
@@ -157,7 +163,8 @@ def test_an_error_while_reading_reaches_the_caller_with_the_sources_name(workers
 
 
 def test_a_token_outside_the_models_vocabulary_is_refused():
-    """On a GPU it would cause a device-side assertion without a useful message."""
+    """A token id that is not below the model's vocab_size is an error with its source and window. On a GPU it would
+    cause a device-side assertion without a useful message."""
     with loader_of({"a": Numbers(50 * L + 1)}, 0, 1, 50, vocab_size=50 * L) as loader:
         refused = "source 'a', window 49 .*token id 400 is not below the model's vocab_size 400"
         with pytest.raises(UserError, match=refused):
@@ -165,8 +172,11 @@ def test_a_token_outside_the_models_vocabulary_is_refused():
 
 
 def evaluated(source, world_size, batch_size, stride):
-    """Returns the batches of each rank. All ranks must have the same number, because sharded models need every rank
-    in every forward pass."""
+    """Returns the evaluation batches of all ranks, in the order of the ranks.
+
+    Asserts that all ranks have the same number of batches, because a sharded model needs every rank in every forward
+    pass.
+    """
     data = DataConfig(seq_length=L)
     how = {"vocab_size": 10**6, "limit": 0, "stride": stride}
     ranks = []
@@ -203,7 +213,7 @@ def test_a_validation_source_without_two_tokens_is_refused():
 
 
 SMALL = {"batch_size": 2, "seq_length": 10, "d_conv": 4}
-STEPS = [  # (ranks, settings, the BatchShape of rank 1)
+STEPS = [  # (number of ranks, settings, the expected BatchShape of rank 1)
     (2, {}, BatchShape(1, 2, 2)),
     (2, {"gradient_accumulation_steps": 3}, BatchShape(1, 2, 2, 3)),
     (2, {"global_batch_size": 8}, BatchShape(1, 2, 2, 2)),
@@ -232,7 +242,8 @@ def test_the_remaining_ranks_share_the_same_global_batch(monkeypatch, given, exp
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_concatenated_slices_of_sequences_are_the_sequences(count):
-    """Labels after the end of a sequence do not count."""
+    """The slices of a batch for context parallelism, concatenated, are the batch. Labels after the end of a sequence
+    are ignored."""
     both = {"reset_at_documents": True, "position_weighting": True}
     with loader_of({"a": Numbers(50 * L + 1)}, 0, 1, 2, **both) as loader:
         (whole,) = loader.step(0)

@@ -1,5 +1,5 @@
-"""Changes that a tokenizer makes to texts are reported, and tokens that documents do not have are not added by
-exported tokenizers either."""
+"""Tests that an import reports what a tokenizer changes in texts, and that the tokenizer of a store does not add
+tokens that its documents do not have."""
 
 import json
 import re
@@ -18,7 +18,7 @@ END, BOS = "</s>", "<s>"
 
 
 def byte_level(**model):
-    """A tokenizer of bytes with two merges, END and BOS."""
+    """Returns a tokenizer of bytes with two merges, and with the tokens END and BOS."""
     letters = [END, BOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = {letter: number for number, letter in enumerate([*letters, "re", "rd"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("r", "e"), ("r", "d")], **model))
@@ -49,7 +49,7 @@ def adding(template):
     return tokenizer
 
 
-SAID = {  # (tokenizer, the reported message)
+REPORTED = {  # {case: (tokenizer, regular expression of the printed message)}
     "bytes": (byte_level(), ""),
     "lowercase": (normalized(normalizers.Lowercase()), r"warning: .*'The quick br.*'the quick"),
     "letters": (normalized(normalizers.Replace("o", "")), "warning: the tokenizer loses"),
@@ -72,20 +72,20 @@ def saved(folder, tokenizer, **fields):
 
 
 def imported(prepare, folder, tokenizer, **given):
-    """Returns the tokens of TEXT's store, and the path of its tokenizer."""
+    """Imports TEXT. Returns (the tokens in its store, the path of the store's tokenizer)."""
     (folder / "text.txt").write_text(TEXT)
     prepare(folder / "text.txt", folder / "out", tokenizer=str(tokenizer), eos_token=END, **given)
     store = TokenStore(folder / "out/train")
     return store.read(0, store.token_count).tokens.tolist(), store.tokenizer_path
 
 
-@pytest.mark.parametrize("case", SAID)
+@pytest.mark.parametrize("case", REPORTED)
 def test_a_warning_reports_what_a_tokenizer_loses_or_adds(case, prepare, tmp_path, capsys):
-    tokenizer, words = SAID[case]
+    tokenizer, words = REPORTED[case]
     imported(prepare, tmp_path, saved(tmp_path / "tokenizer", tokenizer))
-    said = capsys.readouterr().out
-    assert re.search(words, said)
-    assert ("warning:" in said) == ("warning:" in words)
+    output = capsys.readouterr().out
+    assert re.search(words, output)
+    assert ("warning:" in output) == ("warning:" in words)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -112,7 +112,8 @@ def test_dropout_of_a_tokenizer_is_switched_off(prepare, tmp_path):
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("class_name", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])
 def test_a_tokenizer_adds_the_bos_that_documents_have(bos, class_name, prepare, tmp_path):
-    """transformers and this program's own prompts both add it exactly once."""
+    """With --bos=true, each document begins with one bos, and the store's tokenizer adds exactly one bos to a text,
+    both in transformers and in the prompts of this program. Without it, neither documents nor prompts have one."""
     fields = {"tokenizer_class": class_name, "bos_token": BOS, "add_bos_token": True}
     folder = saved(tmp_path / "tokenizer", adding(f"{BOS} $A"), **fields)
     ids, place = imported(prepare, tmp_path, folder, bos=bos)

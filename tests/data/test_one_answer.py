@@ -1,4 +1,4 @@
-"""All commands agree about the kind of a path, for every input of these tests and in ../shared/cases."""
+"""Tests that all commands agree about the kind of a path, for every input of these tests and in ../shared/cases."""
 
 import os
 import re
@@ -43,7 +43,8 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_inspect_import_and_training_agree(folder, call, place):
-    """Every file of an input is read or listed as left out. Everything else is refused as the kind that `inspect` shows."""
+    """An import reads each file of an input, or lists it as left out. A path that is not an input is refused with the
+    kind that `inspect` shows, and training refuses every path that is not a token store."""
     path = folder / place
     info = classify_path(path)
     if info.kind != "store":
@@ -55,8 +56,8 @@ def test_inspect_import_and_training_agree(folder, call, place):
             check_input(path)
             find_files(str(path), options, LeftOut())
         return
-    code, told = call(inspect, path)
-    assert code == 0 and info.title in told
+    code, output = call(inspect, path)
+    assert code == 0 and info.title in output
     left_out = LeftOut()
     read = find_files(str(path), DatasetConfig(skip_unreadable=True), left_out)
     listed = {os.path.realpath(name) for names in left_out.values() for name in names}
@@ -68,7 +69,8 @@ def test_inspect_import_and_training_agree(folder, call, place):
 
 
 def test_each_kind_has_a_title_and_an_existing_reader():
-    """Each recipe that a message names is a heading in docs/data.md."""
+    """Each kind has a title, and a reader if it can be read. Each section that a message mentions is a heading in
+    docs/data.md."""
     headings = re.findall("^### (.*)$", (PROJECT / "docs/data.md").read_text(), re.MULTILINE)
     for kind in kinds.KINDS.values():
         assert kind.title

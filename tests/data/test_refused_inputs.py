@@ -1,5 +1,5 @@
-"""A mistake in the arguments of get_dataset.py, or in its input, gives an error of one line with the place and a
-remedy."""
+"""Tests that a mistake in the arguments of get_dataset.py, or in its input, is an error of one line with the location
+and a remedy."""
 
 import gzip
 import io
@@ -78,8 +78,8 @@ TABLES = {  # tables with tokens of other programs, saved by `datasets`
     "large": {"input_ids": [[5, 6], [300, 1, 2]]},
 }
 IDS = "--tokenizer=none --eos_token=0 --vocab_size=300"
-# tests/verbs/test_advice.py makes more of them, and follows the advice.
-MISTAKES = {  # arguments of the command: part of the message
+# tests/verbs/test_advice.py contains more mistakes, and tests that the advice in the messages works.
+MISTAKES = {  # {arguments of get_dataset.py: part of the message}
     "nowhere.txt out": "error: nowhere.txt: there is no such file or folder",
     "./loop out": "error: ./loop: there is no such file or folder; it is a link to loop",
     "a/b/c out": "error: a/b/c: there is no such file or folder",
@@ -161,7 +161,7 @@ MISTAKES = {  # arguments of the command: part of the message
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """A folder with the files that the mistakes need."""
+    """Returns a folder with the files that MISTAKES mention."""
     folder = write_files(tmp_path_factory.mktemp("inputs"), FILES)
     for name in ("empty", "pipe", "astray"):
         (folder / name).mkdir()
@@ -187,6 +187,6 @@ def inputs(tmp_path_factory):
 def test_a_mistake_is_one_line(inputs, tmp_path, monkeypatch, answer, words):
     monkeypatch.chdir(inputs)
     typed = shlex.split(words.replace(" out", f" {tmp_path}/out"))
-    code, _, told = answer(get_dataset, *typed)
-    assert code == 2 and MISTAKES[words] in told
-    assert told.count("\n") == 1 and told.startswith("error: ")
+    code, _, errors = answer(get_dataset, *typed)
+    assert code == 2 and MISTAKES[words] in errors
+    assert errors.count("\n") == 1 and errors.startswith("error: ")

@@ -1,5 +1,5 @@
-"""The order of samples: each epoch contains every window once, sources are drawn according to their weights, and a
-position remains valid unless the data changes."""
+"""Tests mamba_fsdp.data.sampler: each epoch contains every window once, sources are drawn according to their weights,
+and a saved position remains valid unless the data changes."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -22,7 +22,7 @@ def with_windows(*counts, seq_length=8):
 
 
 def draws_of(order, samples):
-    """Returns {name of a source: its windows in order} of the first `samples` samples."""
+    """Returns {name of a source: its windows in the order in which they are drawn} of the first `samples` samples."""
     index, window = order.samples(0, samples)
     return {name: window[index == i].tolist() for i, name in enumerate(order.names)}
 
@@ -55,10 +55,10 @@ def test_samples_follow_the_weights_to_one_part_in_ten_thousand():
 
 
 def test_after_a_changed_mixture_each_source_continues_its_own_order():
-    """The weights change, and sources are added, removed and added again. No window of a source is repeated or left
-    out in an epoch."""
+    """If the weights of sources change, or sources are added, removed and added again, each source continues its own
+    order: no window is repeated or left out in an epoch."""
     sources = with_windows(400, 300, 200)
-    seen = {name: [] for name in sources}
+    drawn = {name: [] for name in sources}
     state = None
     for weights in (
         {"s0": 1, "s1": 1},
@@ -68,16 +68,17 @@ def test_after_a_changed_mixture_each_source_continues_its_own_order():
     ):
         order = Sampler({name: sources[name] for name in weights}, weights, 8, 0, state)
         for name, windows in draws_of(order, 100).items():
-            seen[name] += windows
+            drawn[name] += windows
         state = order.state_after(100)
-        assert {name: len(windows) for name, windows in seen.items() if windows} == state["drawn"]
-    for name, windows in seen.items():
+        assert {name: len(windows) for name, windows in drawn.items() if windows} == state["drawn"]
+    for name, windows in drawn.items():
         alone = Sampler({name: sources[name]}, {name: 1}, 8, 0)
         assert windows == draws_of(alone, len(windows))[name]
 
 
 def test_a_position_of_other_data_is_refused():
-    """With another seed, window length or content of a source, the previous draws would mean other windows."""
+    """A saved position is refused if the seed, the window length or the content of a source has changed, because the
+    samples that were already drawn would be other windows."""
     sources = with_windows(40, 40)
     weights = {"s0": 1, "s1": 1}
     other = {**sources, "s1": source(321, "new")}
@@ -107,17 +108,19 @@ def test_a_source_without_a_sample_is_refused():
 
 
 def test_a_position_is_reported_in_tokens_and_epochs():
-    """An epoch of a run has the windows of all sources that it draws from."""
+    """`seen` returns how many tokens and epochs of each source have been drawn. An epoch of a run contains the
+    windows of all sources with a weight above 0."""
     order = Sampler(with_windows(40, 20, 10), {"s0": 1, "s1": 1, "s2": 0}, 8, 0)
     assert order.epoch_windows == 60
-    told = progress_by_source(order.state_after(60))
-    assert told["source_tokens"] == {"s0": 240, "s1": 240, "s2": 0}
-    assert told["source_epochs"] == {"s0": 0.75, "s1": 1.5, "s2": 0.0}
+    counts = progress_by_source(order.state_after(60))
+    assert counts["source_tokens"] == {"s0": 240, "s1": 240, "s2": 0}
+    assert counts["source_epochs"] == {"s0": 0.75, "s1": 1.5, "s2": 0.0}
 
 
 @pytest.mark.torch22
 def test_the_order_never_changes_between_versions():
-    """A run that resumes with a newer program must find the same order, so these numbers are part of the format."""
+    """A run that resumes with a newer version of the program must find the same order. The expected windows are
+    therefore part of the file format."""
     order = Sampler(with_windows(1000, 10, 10**9), {"s0": 3, "s1": 1, "s2": 4}, 8, 42)
     index, window = order.samples(0, 12)
     assert index.tolist() == [2, 0, 2, 0, 1, 2, 0, 2, 2, 0, 2, 0]

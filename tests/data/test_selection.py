@@ -1,5 +1,5 @@
-"""The data of a run: stores that the settings name, with the same tokenizer, and the built-in data, which is made
-first."""
+"""Tests mamba_fsdp.data.selection: the stores that a run reads, which must have the same tokenizer, and the built-in
+data, which is imported if it is missing."""
 
 import itertools
 from dataclasses import replace
@@ -63,7 +63,8 @@ def test_datasets_are_mixed_by_their_weights_or_sizes(tmp_path):
 
 
 def test_the_stores_of_a_run_must_have_the_same_tokenizer(tmp_path):
-    """A store without a known tokenizer, or without a known eos, is accepted."""
+    """Stores of a run with different tokenizers, vocabularies or eos tokens are an error. A store without a known
+    tokenizer or eos is accepted."""
     one = make(tmp_path / "one", tokenizer="ids:1")
     unknown = make_without_eos(tmp_path / "unknown")
     check_tokenizers_agree([unknown, one, unknown])

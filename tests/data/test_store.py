@@ -1,4 +1,5 @@
-"""Token stores: reading returns what was written, and errors name damaged files."""
+"""Tests mamba_fsdp.data.store: reading returns the written tokens, and an error contains the name of the damaged
+file."""
 
 import pickle
 import shutil
@@ -40,8 +41,8 @@ def store(tmp_path):
 def test_any_window_equals_the_slice_of_the_documents(
     tmp_path_factory, documents, shard_tokens, data
 ):
-    """read(start, count) equals a slice of the concatenated documents, also across files. Positions restart at each
-    document."""
+    """read(start, count) returns this slice of the concatenated documents, also across files of the store. Positions
+    restart at each document."""
     store = write(tmp_path_factory.mktemp("store"), documents, shard_tokens=shard_tokens)
     flat = [token for document in documents for token in [*document, EOS]]
     positions = [i for document in documents for i in range(len(document) + 1)]
@@ -61,7 +62,7 @@ def test_any_window_equals_the_slice_of_the_documents(
 
 
 def test_positions_beyond_four_gib_can_be_read(tmp_path):
-    """The file is sparse up to its last tokens."""
+    """Tokens at byte offsets above 4 GiB can be read. The file of the test is sparse up to its last tokens."""
     count = 3 << 30
     starts = np.array([0, 1 << 30, 2 << 30, count - 3], "<i8")
     file = StoreFile("00000", "", "", tokens=count, documents=len(starts))
@@ -76,17 +77,17 @@ def test_positions_beyond_four_gib_can_be_read(tmp_path):
 
 
 def test_the_identity_depends_on_the_content_not_the_path(store, tmp_path):
-    """A copy has the same identity, and a changed token changes it. Rank 0 sends the opened stores to the other
-    ranks."""
+    """A copy of a store has the same identity, and a store with a changed token has another one. An opened store can
+    be pickled, because rank 0 sends it to other ranks."""
     shutil.copytree(store.path, tmp_path / "copy")
     assert TokenStore(tmp_path / "copy").identity == store.identity
     assert write(tmp_path / "other", [[1, 2, 4], *DOCUMENTS[1:]]).identity != store.identity
-    told = pickle.loads(pickle.dumps(store))
-    assert told.read(3, 5).tokens.tolist() == store.read(3, 5).tokens.tolist()
+    copy = pickle.loads(pickle.dumps(store))
+    assert copy.read(3, 5).tokens.tolist() == store.read(3, 5).tokens.tolist()
 
 
 OF_VERSION = "of version .*; this version of the program reads"
-DAMAGES = {  # how the folder is damaged: part of the message
+DAMAGES = {  # {command that damages the store: part of the message}
     "rm -r $PWD": "no such file or folder; make a token store there: ",
     "rm -r $PWD && echo text > $PWD": "a file that no command accepts, not a token store",
     "rm index.json": "an unfinished import, not a token store",
@@ -103,7 +104,7 @@ DAMAGES = {  # how the folder is damaged: part of the message
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_broken_store_is_refused_by_name(store, damage):
-    """Opening the store names the file and the fault. Broken files are never read."""
+    """Opening a damaged store raises an error with the path of the damaged file and a description of the damage."""
     subprocess.run(damage, shell=True, check=True, cwd=store.path)
     with pytest.raises(UserError, match=DAMAGES[damage]):
         TokenStore(store.path)
@@ -119,7 +120,7 @@ def test_a_file_that_changes_after_opening_is_named_when_it_is_first_read(store,
 
 @pytest.mark.parametrize("name", ["00000.bin", "00001.doc"])
 def test_verify_finds_a_changed_bit(store, name):
-    """Damage that keeps the size is found by checksum."""
+    """verify() compares checksums, so that it finds damage that does not change the size of a file."""
     flip(store.path / name)
     with pytest.raises(UserError, match=f"{name}: the content does not match"):
         TokenStore(store.path).verify()

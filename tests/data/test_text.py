@@ -1,4 +1,4 @@
-"""The numbers of words and bytes in the text of tokens."""
+"""Tests mamba_fsdp.data.text, which counts the words and bytes in the text of predicted tokens."""
 
 import math
 
@@ -20,14 +20,16 @@ def test_windows_together_predict_every_token_but_the_first(token_count, window,
 
 
 def test_some_windows_predict_spans():
-    """With a limit, windows are spread evenly. Each window except the first predicts its last `stride` tokens."""
+    """With a limit, the evaluated windows are spread evenly over the text. Each window except the first predicts its
+    last `stride` tokens."""
     windows = evaluation_windows(token_count=20, seq_length=8, stride=3, limit=3)
     assert windows.tolist() == [0, 1, 3]
     assert text.predicted_spans(windows, 8, 3, 20) == [(1, 12), (15, 18)]
 
 
 def test_words_and_bytes_are_those_of_the_text(prepare, tmp_path, monkeypatch):
-    """The documents are processed in chunks. The eos tokens are not words."""
+    """The counted words and bytes are those of the original texts, also if the tokens are decoded in several chunks.
+    Eos tokens are not words."""
     monkeypatch.setattr(text, "TOKENS_PER_CHUNK", 25)
     texts = ["naïve 日本語 words", "two\nlines", "x"]
     write_records(tmp_path / "a.jsonl", texts)

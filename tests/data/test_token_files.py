@@ -1,4 +1,4 @@
-"""Imports of tokens in the formats of other programs: each document is kept, with exactly one eos."""
+"""Tests imports of token ids in the formats of other programs: each document is kept, and has exactly one eos."""
 
 import datasets
 import numpy as np
@@ -20,7 +20,7 @@ LONG = [3 + number % 50 for number in range(40_000)]
 # The smallest vocabulary for which two bytes per token are not enough.
 IDS = {"tokenizer": "none", "eos_token": str(EOS), "vocab_size": 65_537}
 IDS["strip_tokens"] = [str(BOS)]
-# Documents as they are written, and as they are stored.
+# (a document in the input, the document in the store or None if it is left out)
 DOCUMENTS = [
     ([BOS, 5, 6, EOS], [5, 6]),
     ([7], [7]),
@@ -33,14 +33,14 @@ DOCUMENTS = [
 ]
 WRITTEN = [written for written, _ in DOCUMENTS]
 STORED = [[*stored, EOS] for _, stored in DOCUMENTS if stored]
-# Types of lists that an Arrow file can contain as documents, one per row.
+# Types of Arrow columns in which each row is a document.
 IDS_TYPE = pyarrow.uint16()
 LISTS = {
     "lists": pyarrow.list_(IDS_TYPE),
     "list views": pyarrow.list_view(IDS_TYPE),
     "coded": pyarrow.list_(pyarrow.dictionary(pyarrow.int32(), pyarrow.int64())),
 }
-# Formats in which an eos ends a document: how a file is written, and whether it contains its dtype.
+# {format in which an eos ends each document: (function that writes a file, options that the import needs)}
 FLAT = {
     "OLMo": (lambda path, ids: ids.astype("<u4").tofile(path), {"dtype": "uint32"}),
     "NumPy": (np.save, {}),
@@ -69,7 +69,8 @@ def write_documents(folder, form):
 
 @pytest.mark.parametrize("form", ["fms", "JSON", "save_to_disk", *FLAT, *LISTS])
 def test_token_files_give_the_documents_that_were_written(prepare, tmp_path, monkeypatch, form):
-    """A document, its eos and its strip_tokens can cross the border between two windows of a mapped file."""
+    """A file of token ids in any format gives the documents that were written, also if a document, its eos or its
+    strip_tokens cross the border between two windows of a mapped file."""
     monkeypatch.setattr(token_files, "WINDOW", 3)
     write_documents(tmp_path / "in", form)
     options = FLAT.get(form, [{}])[-1]
@@ -85,7 +86,8 @@ def test_token_files_give_the_documents_that_were_written(prepare, tmp_path, mon
 def test_datalayout_documents_longer_than_its_positions(
     prepare, tmp_path, monkeypatch, wraps, window
 ):
-    """After the 14 bits of a position overflow, a token or a window is not a separate document."""
+    """A DataLayout document with more tokens than its 14-bit positions can count is read as one document, wherever
+    its positions overflow."""
     monkeypatch.setattr(token_files, "WINDOW", window)
     exact = [*([5] * 16_383), EOS]  # has as many tokens as there are positions
     documents = [[5, EOS], LONG, exact, [7, 8, EOS], LONG[:16_385]]
@@ -97,7 +99,8 @@ def test_datalayout_documents_longer_than_its_positions(
 
 
 def test_a_document_that_ends_early_ends_there(prepare, tmp_path, monkeypatch):
-    """After the rest of its file is skipped, a document of another file or the end of the input follows."""
+    """With --skip_unreadable, a file is read up to its first invalid window, and the document ends there. The next
+    document is the first one of the next file."""
     monkeypatch.setattr(token_files, "WINDOW", 1000)
     (tmp_path / "in").mkdir()
     for name in ("a.npy", "c.npy"):

@@ -1,4 +1,5 @@
-"""Tokenizers: use by several threads, identities, and loading without executing code in the tokenizer's folder."""
+"""Tests mamba_fsdp.data.tokenizer: tokenizers can be shared by threads, have an identity, and are loaded without
+executing code in their folder."""
 
 import codecs
 import io
@@ -30,13 +31,13 @@ SPELLED = "a page about <|endoftext|> and its use"
 
 @pytest.fixture
 def folder(tokenizer):
-    """The folder of a tokenizer in the format of this project."""
+    """Returns the folder of a tokenizer that this program has saved."""
     return Path(tokenizer).parent
 
 
 def test_eight_threads_share_one_tokenizer(tokenizer, texts):
-    """Before version 0.23 the tokenizers library raises `Already borrowed` if one thread changes a setting while
-    another encodes."""
+    """Eight threads can use one tokenizer at the same time. Versions of the tokenizers library before 0.23 raise
+    `Already borrowed` if one thread changes a setting while another thread encodes."""
     documents = [SPELLED, *texts]
     shared = load(tokenizer, END_OF_TEXT)
     expected = shared.encode_documents(documents)
@@ -54,7 +55,8 @@ def test_eight_threads_share_one_tokenizer(tokenizer, texts):
 
 
 def test_a_spelled_special_token_is_text_in_a_document_and_a_token_in_a_prompt(folder):
-    """The identity of a folder's tokenizer does not depend on the purpose for which it is loaded."""
+    """The characters of a special token are encoded as text in a document, and as the special token in a prompt. The
+    identity of the tokenizer is the same for both purposes."""
     for_documents = load(str(folder))
     for_prompts = load_for_prompts(folder)
     (ids,) = for_documents.encode_documents([SPELLED])
@@ -70,7 +72,8 @@ def merging(*merges):
 
 
 def test_equivalent_tokenizers_have_the_same_identity(folder, tmp_path):
-    """It does not depend on the program that saved them, or on tokens that they add around a text."""
+    """The identity of a tokenizer does not depend on the program that saved it, or on tokens that it adds around a
+    text. It depends on the merges."""
     one = merging(("a", "b"), ("b", "c"))
     same = merging(("a", "b"), ("b", "c"))
     same.decoder = decoders.ByteLevel()
@@ -86,7 +89,8 @@ def test_equivalent_tokenizers_have_the_same_identity(folder, tmp_path):
 
 
 def test_only_known_identities_can_differ():
-    """If two paths are known to have different tokenizers, an error names both."""
+    """If the known identities of two tokenizers differ, the error contains both paths. An unknown identity is
+    accepted."""
     check_tokenizer("here", "ids:1", "there", ["ids:2", "ids:1"])
     check_tokenizer("here", "", "there", ["ids:2"])
     check_tokenizer("here", "ids:1", "there", ["unknown"])
@@ -102,7 +106,7 @@ def test_a_tokenizer_without_the_named_eos_is_refused(tokenizer, eos_token):
 
 @pytest.mark.parametrize("load", [load, load_for_prompts])
 def test_a_tokenizer_folder_with_code_runs_none_of_it(load, tmp_path, monkeypatch):
-    """Not even if the answer to every question is `yes`."""
+    """Loading a tokenizer never executes code in its folder, even if `yes |` answers every question."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
     (tmp_path / "evil").mkdir()
@@ -123,8 +127,8 @@ def test_a_tokenizer_folder_with_code_runs_none_of_it(load, tmp_path, monkeypatc
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("configured", [None, True, False])
 def test_a_tokenizer_json_is_used_unchanged(tokenizer, tmp_path, stored, configured):
-    """This holds for both versions of transformers, for any name of the folder, and for any option about spaces in
-    the config. It also holds for the saved tokenizer."""
+    """A tokenizer.json is used unchanged, whatever the name of its folder and the value of add_prefix_space in its
+    tokenizer_config.json. The saved copy also gives the same tokens in transformers."""
     source = tmp_path / "my-t5-tokenizer"
     source.mkdir()
     content = json.loads(Path(tokenizer).read_text())
@@ -148,7 +152,9 @@ def test_a_byte_order_mark_is_refused_with_the_command_that_removes_it(tokenizer
     file.parent.mkdir()
     file.write_bytes(codecs.BOM_UTF8 + Path(tokenizer).read_bytes())
     for path in (file, file.parent):
-        with pytest.raises(UserError, match="begins with a byte order mark.*; remove it: ") as told:
+        with pytest.raises(
+            UserError, match="begins with a byte order mark.*; remove it: "
+        ) as error:
             load(str(path), END_OF_TEXT)
-    subprocess.run(str(told.value).rpartition("remove it: ")[2], shell=True, check=True)
+    subprocess.run(str(error.value).rpartition("remove it: ")[2], shell=True, check=True)
     assert load(str(file), END_OF_TEXT).encode("a")

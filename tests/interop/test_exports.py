@@ -1,5 +1,5 @@
-"""Exports to transformers: the class gives the same logits and gradients, generates the same text, and importing the
-export restores the weights bit for bit."""
+"""Tests exports to transformers: the exported model has the same logits and gradients and can generate text, and
+importing the export restores the weights bit for bit."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ from tests.support.small_models import (
 from tests.support.tiny import model_config
 
 pytestmark = pytest.mark.torch22
-TOLERANCE = 1e-5  # as a fraction of the largest value of a tensor
+TOLERANCE = 1e-5  # the largest accepted error, as a fraction of the largest value in a tensor
 TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
 DOCS = Path(__file__).parents[2].joinpath("docs/models.md").read_text()
 ROWS = re.findall(r"^\| `(\S+)` \| (?:`(.*)`)? ?\| (?:`(\w+ForCausalLM)`|none)", DOCS, re.M)
@@ -44,7 +44,7 @@ FALCON = (
 NEMOTRON = "mlp_activation=relu2 rotary_dim=0 ngroups=3 d_ssm=48 head_dim=16"
 OLMO = "qk_norm=whole norm_position=after_attention gdn_norm_eps=1e-5 norm_eps=1e-6"
 QWEN = "attention_gate=true qk_norm=head rope_theta=1e7 norm_eps=1e-6 d_state=11"
-ODD = [  # sizes and settings that CONFIGS does not contain
+ODD = [  # (layers, settings, class of transformers) with unusual sizes and settings
     ("mamba1", "d_state=5 d_conv=3 dt_rank=7 expand=3 tie_embeddings=true", "MambaForCausalLM"),
     ("mamba1", "d_state=5 d_ssm=40 bcdt_norm_eps=0.03", "FalconMambaForCausalLM"),
     ("mamba2", "ngroups=2 tie_embeddings=true", "Mamba2ForCausalLM"),
@@ -95,12 +95,13 @@ def config_of(layers, settings):
 
 def assert_close(found, expected, name):
     error = (found - expected).abs().max()
-    # For a single token, some gradients are zero except for rounding.
+    # For a text of a single token, some gradients are zero except for rounding errors.
     assert error <= TOLERANCE * expected.abs().max() + 1e-12, (name, error)
 
 
 def gradients_by_our_name(architecture, config, theirs):
-    """Returns {our name: gradient} for a model of transformers. Its parameters can have other names than its files."""
+    """Returns {our name of a parameter: its gradient} of a model of transformers. The names of its parameters can
+    differ from the names in its files."""
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     found = {}
     for our_name, stored in architecture.stored_tensors(config).items():
@@ -120,7 +121,8 @@ def gradients_by_our_name(architecture, config, theirs):
 
 
 def compare(ours, theirs, architecture, exported, length):
-    """Compares the logits, and the gradients of a loss that ignores a part of one text."""
+    """Asserts that our model and the model of transformers have the same logits, and the same gradients of a loss
+    that ignores a part of one text."""
     vocab_size = ours.config.vocab_size
     tokens = torch.randint(0, vocab_size, (2, length))
     labels = torch.randint(0, vocab_size, (2, length))
@@ -154,11 +156,13 @@ def test_a_family_is_the_same_model_in_the_class_that_docs_name(
     assert architecture.class_name == class_name
     write_model(ours, tmp_path / "hf")
     assert_same(read_weights(tmp_path / "hf"), config, state)
-    told = capsys.readouterr().err
-    if "not tried: it needs" in told:
+    printed = capsys.readouterr().err
+    if "not tried: it needs" in printed:
         assert not TRANSFORMERS_5
         return
-    assert told.startswith(f"tried: {class_name} of transformers {transformers.__version__} loads ")
+    assert printed.startswith(
+        f"tried: {class_name} of transformers {transformers.__version__} loads "
+    )
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval().double()
     assert type(theirs).__name__ == class_name
@@ -186,7 +190,8 @@ def test_the_table_in_docs_names_every_class():
 
 
 def test_an_export_that_its_class_can_t_use_is_removed(tmp_path, monkeypatch):
-    """The class fails only with its cache. Without the trial the export is written unchanged."""
+    """If the class of transformers fails with an export, here only when it uses its cache, the export is removed and
+    an error is raised. With trial=False, the export is not tried."""
 
     def fail(self, tokens, use_cache=True, **how):
         raise RuntimeError("no cache of this kind\nand more")
@@ -201,21 +206,26 @@ def test_an_export_that_its_class_can_t_use_is_removed(tmp_path, monkeypatch):
 
 
 def test_an_export_is_not_tried_in_a_transformers_that_is_too_old(tmp_path, monkeypatch):
-    def told(**different):
+    def result_of_trial(**different):
         used = dataclasses.replace(architecture_for(GROUPED), **different)
         return try_export(tmp_path, used, GROUPED, write=None)
 
     older = types.SimpleNamespace(__version__="4.57.6", Mamba2ForCausalLM=None)
     monkeypatch.setitem(sys.modules, "transformers", older)
-    assert told().startswith("not tried: it needs transformers 5 or newer; the installed transf")
+    assert result_of_trial().startswith(
+        "not tried: it needs transformers 5 or newer; the installed transf"
+    )
     expected = "not tried: it needs a newer transformers with NewLM; the installed one is"
-    assert told(class_name="NewLM") == f"{expected} transformers 4.57.6"
+    assert result_of_trial(class_name="NewLM") == f"{expected} transformers 4.57.6"
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert told().startswith("not tried: transformers can't be imported (import of trans")
+    assert result_of_trial().startswith(
+        "not tried: transformers can't be imported (import of trans"
+    )
 
 
 def test_an_export_pads_with_its_eos(tmp_path):
-    """Prompts of different lengths can form a batch, as users of GPT-2 expect. The tokenizer's own pad token is kept."""
+    """If a tokenizer has no pad token, its export pads with the eos, so that prompts of different lengths can form a
+    batch. A pad token of the tokenizer is kept."""
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba2"])
     write_tokenizer(ours)
     file = ours / "tokenizer_config.json"

@@ -1,5 +1,5 @@
-"""Published models: they equal our presets, a release with a vision model gives advice, and scaled rotary positions
-equal those of transformers."""
+"""Tests published models: their config files equal our presets, a release with a vision model gives an error with
+advice, and scaled rotary positions equal those of transformers."""
 
 import dataclasses
 import json
@@ -24,7 +24,8 @@ TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
 
 @pytest.mark.skipif(not TRANSFORMERS_5, reason="transformers 4 has no Qwen3.5")
 def test_the_language_model_of_a_release_with_pictures_and_mtp(tmp_path):
-    """The steps of docs/models.md work, and parts that transformers has left out cause no message."""
+    """A release with a vision model is refused. Its language model can be read after it has been saved with the steps
+    in docs/models.md, without errors about the parts that transformers leaves out."""
     sizes = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     sizes |= dict(hidden_size=32, intermediate_size=24, head_dim=8, vocab_size=53)
     sizes |= dict(num_attention_heads=4, linear_num_key_heads=2, linear_num_value_heads=4)
@@ -78,7 +79,8 @@ ROPE = {
 
 @pytest.mark.parametrize("case", ROPE)
 def test_scaled_rotary_positions_are_those_of_transformers(case, tmp_path):
-    """The logits are equal for texts that are shorter and longer than the original length, also after an export."""
+    """With scaled rotary positions, the logits equal those of transformers for a text that is longer than the
+    original length, also after an export."""
     kind = case.split(",")[0]
     original = 20
     rope = {"rope_type": kind, **ROPE[case]}

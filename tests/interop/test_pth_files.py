@@ -1,4 +1,5 @@
-"""Files of torch.save: reading executes no code, and writing needs one tensor in memory at a time."""
+"""Tests mamba_fsdp.interop.pth_files: reading a .pth file executes no code in it, and writing one needs one tensor in
+memory at a time."""
 
 import os
 import pickle
@@ -32,7 +33,7 @@ def path(tmp_path):
 
 
 def compress(path):
-    """Compresses the entries of a .pth file, as other programs can do. Such a file can't be mapped into memory."""
+    """Compresses the entries of a .pth file, as some programs do. Such a file can't be mapped into memory."""
     with zipfile.ZipFile(path) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
@@ -41,7 +42,8 @@ def compress(path):
 
 
 def test_written_files_equal_those_of_torch_save(tmp_path, path):
-    """The files are equal byte for byte, tied weights are one tensor, and no other files remain in the folder."""
+    """write_pth writes the same bytes as torch.save, stores tied weights once, and leaves no other files in the
+    folder."""
     folder = tmp_path / "folder"
     folder.mkdir()
     write_pth(folder / "file.pth", list(TENSORS), TENSORS.values, {"tied": "matrix"})
@@ -55,7 +57,7 @@ def test_written_files_equal_those_of_torch_save(tmp_path, path):
 
 @pytest.mark.parametrize("form", ["zip", "compressed", "old"])
 def test_every_form_of_file_returns_every_tensor(path, form):
-    """Tensors are read whole or sliced, also from nested dicts."""
+    """PthTensors reads whole tensors and slices from plain, compressed and old files, also from nested dicts."""
     content = {"step": 3, "model": {"state": TENSORS}}
     torch.save(content, path, _use_new_zipfile_serialization=form != "old")
     if form == "compressed":
@@ -91,7 +93,7 @@ def test_an_error_of_the_source_ends_the_writing(path):
 
 
 class Trap:
-    """Creates a folder if it is unpickled without protection."""
+    """Creates a folder if it is unpickled by an unsafe loader."""
 
     def __init__(self, path):
         self.path = path
@@ -121,7 +123,7 @@ CUT = "file.pth .* is incomplete or damaged; copy"
 PROGRAM = "file.pth is damaged or contains more than tensors and plain values"
 ARCHIVE = "file.pth is a TorchScript or tar archive, which can contain code"
 NO_DICT = "file.pth does not contain a dict of tensors"
-REFUSED = {  # name: (function that writes the file, part of the message)
+REFUSED = {  # {case: (function that writes the file, part of the message)}
     "script": (write_script, ARCHIVE),
     "tar": (write_tar, ARCHIVE),
     "trap": (lambda path: torch.save({"a": Trap(path)}, path), PROGRAM),
@@ -142,7 +144,8 @@ REFUSED = {  # name: (function that writes the file, part of the message)
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_file_with_other_objects_is_refused_and_nothing_is_executed(path, monkeypatch, name):
-    """torch before 2.6 hands a TorchScript archive to torch.jit.load even with weights_only."""
+    """A file that is not a dict of tensors is refused without executing code in it. Versions of torch before 2.6 pass
+    a TorchScript archive to torch.jit.load, even with weights_only=True."""
     write, words = REFUSED[name]
     write(path)
     monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("a program was loaded"))
@@ -172,7 +175,8 @@ def test_a_file_without_weights_is_an_error_of_one_line(path):
 
 
 def test_a_bomb_of_shared_dicts_is_visited_once(path):
-    """There are 2 ** 45 paths to the single tensor."""
+    """A dict that occurs several times in a file is read only once. In this file, 2 ** 45 paths lead to a single
+    tensor."""
     content = {"weight": torch.ones(2)}
     for _ in range(45):
         content = {"a": content, "b": content}
@@ -181,7 +185,7 @@ def test_a_bomb_of_shared_dicts_is_visited_once(path):
 
 
 def test_a_small_archive_that_unpacks_to_gigabytes_is_refused_unopened(path, monkeypatch):
-    """The declared uncompressed sizes decide. Small archives are accepted."""
+    """A compressed file is refused if the sizes that it declares are too large. It is accepted below SAFE_SIZE."""
     torch.save({"weight": torch.zeros(10**6)}, path)
     compress(path)
     assert PthTensors(path).shapes == {"weight": (10**6,)}

@@ -1,4 +1,5 @@
-"""Models that can't be converted exactly are refused with the name of the field, and no incomplete output remains."""
+"""Tests that a model that can't be converted exactly is refused with the name of the field, and that no incomplete
+output remains."""
 
 import dataclasses
 import json
@@ -69,7 +70,7 @@ NO_LIMITS = [float("inf"), "inf", "Infinity", {"__float__": "Infinity"}, 3.4e38,
 
 @pytest.fixture
 def config_file(tmp_path):
-    """config_file(base, **changes): writes a config.json, and returns its path."""
+    """Returns a function config_file(base, **changes), which writes a config.json and returns its path."""
 
     def write(base, **changes):
         file = tmp_path / "config.json"
@@ -106,8 +107,8 @@ MEANINGLESS = {"architectures", "residual_in_fp32"}
 
 @pytest.mark.parametrize("name", ["mamba1-untied-rank", "mamba2-untied-wide", "hybrid", "llama"])
 def test_every_field_of_a_config_counts(name, config_file):
-    """If a field of an export is changed, the model is refused or differs, except for fields that are known to have
-    no effect."""
+    """If any field of an exported config.json is changed, the model is refused or differs. The exceptions, in
+    MEANINGLESS, have no effect."""
     before = read_description(config_file(name)).config
     for field in BASES[name].keys() - MEANINGLESS:
         value = BASES[name][field]
@@ -133,7 +134,7 @@ def test_a_model_that_mamba_ssm_can_t_build_is_not_exported(tmp_path, settings, 
 
 
 def refused(source, words, folder, **how):
-    """The error is reported, and no files remain."""
+    """Asserts that an export fails with this message, and that no files remain."""
     before = sorted(os.listdir(folder))
     with pytest.raises(UserError, match=words):
         write_model(source, folder / "out", **how)
@@ -142,7 +143,7 @@ def refused(source, words, folder, **how):
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
-    """A folder with a Mamba-2 model in our format (`ours`) and in the format of transformers (`hf`)."""
+    """Returns a folder with a Mamba-2 model in our format (`ours`) and in the format of transformers (`hf`)."""
     folder = tmp_path_factory.mktemp("exports")
     write_model(write_ours(folder / "ours", CONFIGS["mamba2"]), folder / "hf")
     return folder
@@ -150,7 +151,7 @@ def exports(tmp_path_factory):
 
 @pytest.fixture
 def exported(exports, tmp_path):
-    """A copy of `hf` that a test can change."""
+    """Returns a copy of the model `hf` that a test can change."""
     return shutil.copytree(exports / "hf", tmp_path / "hf")
 
 
@@ -171,7 +172,8 @@ MTP = r"model.safetensors contains layers for multi-token prediction \(MTP\), .*
     ],
 )
 def test_tensors_of_another_model_are_refused(exported, tmp_path, name, tensor, words):
-    """Some fields of older Llamas, and a tied layer that is stored twice, are accepted."""
+    """A file with missing, additional or differently shaped tensors is refused. Some buffers of older Llamas, and a
+    tied layer that is stored twice, are accepted."""
     file = exported / "model.safetensors"
     tensors = load_file(file)
     for harmless in ("lm_head.weight", "model.layers.0.rotary_emb.inv_freq"):
@@ -185,7 +187,8 @@ def test_tensors_of_another_model_are_refused(exported, tmp_path, name, tensor, 
 
 
 def test_damaged_sharded_safetensors_are_refused(exported, tmp_path):
-    """The index is not a valid index, points outside of the folder, or lists missing files."""
+    """Sharded safetensors are refused if the index contains a path outside of the folder or a wrong file for a
+    tensor, or if a file is damaged or missing."""
     tensors = load_file(exported / "model.safetensors")
     (exported / "model.safetensors").unlink()
     first, *others = tensors
@@ -216,7 +219,7 @@ def test_damaged_sharded_safetensors_are_refused(exported, tmp_path):
 
 HF_CONFIG = '{"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9}'
 OUR_CONFIG = '{"d_model": 8, "n_layer": 1, "vocab_size": 9}'
-NO_MODELS = {  # existing file: (path given by the user, part of the message)
+NO_MODELS = {  # {"existing file and its content": (path given by the user, part of the message)}
     "folder/x": (
         "folder",
         "a folder that no command accepts .x., not a model; name a run, a checkpoint",
@@ -251,8 +254,8 @@ def test_two_models_in_one_file_are_refused(tmp_path):
 
 
 def test_a_folder_of_torch_distributed_checkpoint(tmp_path):
-    """Its index is a pickle of classes. The folder, its parent folder and its files are refused, with a command that
-    converts it."""
+    """A checkpoint of torch.distributed, its parent folder and its files are refused with a command that converts it,
+    because its index is a pickle of classes."""
     folder = tmp_path / "step_3_ckp"
     folder.mkdir()
     (folder / ".metadata").touch()
@@ -266,7 +269,8 @@ def test_a_folder_of_torch_distributed_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("share", [0.5, 0.999])
 def test_a_full_disk_ends_an_export_with_an_error(exports, tmp_path, share):
-    """The disk fills up while the tensors are stored temporarily, or while torch writes and hides the error of the disk."""
+    """An export to a full disk is an error of one line, whether the disk fills up while tensors are stored
+    temporarily, or while torch writes the file, which hides the error of the disk."""
     whole = write_model(exports / "hf", tmp_path / "whole", format="pth") / "consolidated.00.pth"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(whole.stat().st_size * share), limits[1]))

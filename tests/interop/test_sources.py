@@ -1,4 +1,4 @@
-"""Weights can be read from a run, a checkpoint, a file or a folder, with their tokenizer and dtype."""
+"""Tests that weights can be read from a run, a checkpoint, a file or a folder, with their tokenizer and dtype."""
 
 import json
 import os
@@ -36,7 +36,7 @@ CONFIG = CONFIGS["hybrid"]
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder with checkpoints of steps 1 and 2, and a tokenizer."""
+    """Creates a run folder with checkpoints of steps 1 and 2, and a tokenizer. Returns its path."""
     write_tokenizer(tmp_path / "run" / "tokenizer")
     checkpointer = open_run(tmp_path / "run", asynchronous=False)
     for step in (1, 2):
@@ -67,7 +67,8 @@ def test_the_mean_of_checkpoints_is_a_model_with_their_tokenizer(run, monkeypatc
 
 
 def test_different_models_have_no_mean(run, call, tmp_path):
-    """Models can differ although their tensors have the same shapes. Weights with an infinite sum are refused too."""
+    """Models that differ in their config or tokenizer can't be averaged, even if their tensors have the same shapes.
+    Weights of an average whose sum is infinite are refused, too."""
     checkpointer = open_run(tmp_path / "other", asynchronous=False)
     save(checkpointer, 1, replace(CONFIG, norm_eps=0.1), "made of it")
     save(checkpointer, 3, CONFIG, "another")
@@ -82,14 +83,15 @@ def test_different_models_have_no_mean(run, call, tmp_path):
     for checkpoint, message in messages.items():
         with pytest.raises(UserError, match=message):
             write_mean([tmp_path / checkpoint, ours], [0.5, 0.5], tmp_path / "mean")
-    code, said = call(average, run, tmp_path / "mean", "--last=2", "--weights=1e308,1e308")
-    assert code == 2 and "their sum finite" in said
+    code, output = call(average, run, tmp_path / "mean", "--last=2", "--weights=1e308,1e308")
+    assert code == 2 and "their sum finite" in output
     assert not (tmp_path / "mean").exists()
 
 
 @pytest.mark.parametrize("source", [".", "checkpoints/step_00000002"])
 def test_a_run_is_published_and_exported_with_its_tokenizer(run, source):
-    """The model that a run publishes at its end can be exported, by any of its paths."""
+    """The model that a run publishes contains the weights and the tokenizer of the run. It can be exported from the
+    path of the run, the folder of the published model, or its file."""
     published = run / "pth" / "step_00000002"
     published.parent.mkdir(exist_ok=True)
     publish(run / source, published)
@@ -101,13 +103,14 @@ def test_a_run_is_published_and_exported_with_its_tokenizer(run, source):
         assert (config.eos_token_id, config.max_position_embeddings) == (0, 24)
         assert transformers.AutoTokenizer.from_pretrained(out).eos_token_id == 0
         generation = json.loads((out / "generation_config.json").read_text())
-        padding = [61, 62, 63]  # of 64 tokens of the padded vocabulary
+        padding = [61, 62, 63]  # token ids that only pad the vocabulary to 64
         assert generation == {"eos_token_id": 0, "pad_token_id": 0, "suppress_tokens": padding}
         assert_same(read_weights(out), CONFIG, random_state(CONFIG, seed=2))
 
 
 def test_export_takes_a_tokenizer(tmp_path):
-    """Without a tokenizer, the export does not have the default special tokens of transformers."""
+    """An export contains the given tokenizer and its eos. Without a tokenizer, its config does not have the default
+    special tokens of transformers."""
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba2"])
     tokenizer = write_tokenizer(tmp_path / "letters")
     with pytest.raises(UserError, match="/ours: a model, not a tokenizer; "):
@@ -136,7 +139,8 @@ def test_a_chosen_dtype_keeps_parameters_that_must_be_fp32(format, tmp_path):
 
 
 def test_a_file_without_config_json(tmp_path):
-    """The user names its preset, and every tensor is checked. The message explains how to find the preset."""
+    """A file without a config.json can be read with the name of its preset, and every tensor is compared with the
+    preset. The error for a missing name explains how to find it."""
     demo = ModelConfig(**preset("demo"))
     state = random_state(demo)
     file = tmp_path / "lonely.pth"
@@ -150,7 +154,8 @@ def test_a_file_without_config_json(tmp_path):
 
 
 def test_the_own_checkpoint_of_a_run_has_priority_over_a_named_one(run, tmp_path):
-    """Without them it starts from random weights. A named file that does not exist is an error."""
+    """A run starts from its own checkpoint, otherwise from init_from or load_ckpt_path, otherwise from random
+    weights. It is an error if the path of init_from or load_ckpt_path does not exist."""
     own, new, nowhere = (str(place) for place in (run, tmp_path / "new", tmp_path / "nowhere"))
     file = str(tmp_path / "a.pth")
     (tmp_path / "a.pth").touch()
@@ -169,7 +174,7 @@ def test_the_own_checkpoint_of_a_run_has_priority_over_a_named_one(run, tmp_path
 
 
 def test_a_single_storage_error_does_not_end_an_export(run, tmp_path, monkeypatch):
-    """Whichever call fails, the mean of checkpoints and the published model are complete afterwards."""
+    """If any single call of the storage fails, the mean of checkpoints and the published model are still complete."""
     checkpoints = [run / f"checkpoints/step_0000000{step}" for step in (1, 2)]
     place = tmp_path / "out"
 

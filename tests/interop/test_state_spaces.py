@@ -1,4 +1,4 @@
-"""The format of state-spaces: bitwise round trips, published config files, and comparisons with the reference
+"""Tests the format of state-spaces: bitwise round trips, published config files, and comparisons with the reference
 implementation."""
 
 import dataclasses
@@ -51,8 +51,11 @@ def test_native_to_state_spaces_to_native_is_bitwise(config, tmp_path):
 def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we_read(
     project, tmp_path
 ):
-    """Compares logits, loss and gradients of Mamba-1, Mamba-2, a hybrid and an attention model. Rotary positions are
-    left out, because mamba_ssm needs a GPU library for them."""
+    """The reference implementation loads our exports of Mamba-1, Mamba-2, a hybrid and an attention model, has the
+    same logits, loss and gradients, and saves files that we can read.
+
+    The models have no rotary positions, because mamba_ssm needs a GPU library for them.
+    """
     models = {name: dataclasses.replace(config, rotary_dim=0) for name, config in MODELS.items()}
     tokens = torch.randint(0, 40, (2, 37), generator=torch.Generator().manual_seed(0))
     for name, config in models.items():
@@ -118,7 +121,7 @@ def test_published_config_files_are_the_presets(preset, content, tmp_path):
     assert config == ModelConfig(model_name=preset, **PRESETS[preset])
 
 
-LOST = {  # {preset: the setting that the format can't represent}
+LOST = {  # {preset: part of the message with the setting that the format can't represent}
     "falcon-mamba-7b": "bcdt_norm_eps=1e-06",
     "llama3.1_8b": "rope_scaling=llama3",
     "granite-4.0-h-micro": "multipliers=embedding=12",

@@ -1,4 +1,4 @@
-"""Checkpoints of fms-fsdp and Composer contain the same model as ours."""
+"""Tests that checkpoints of fms-fsdp and Composer are read with the same weights as ours."""
 
 import re
 from functools import partial
@@ -34,7 +34,8 @@ def checkpointed(state):
 
 
 def test_the_model_is_found_in_the_checkpoint_of_another_trainer(tmp_path):
-    """The files come from fms-fsdp (plain, compiled, with checkpointed layers, with DDP) and from Composer."""
+    """The weights are found in checkpoints of fms-fsdp, whether the model was plain, compiled, recomputing or wrapped
+    by DDP, and in checkpoints of Composer."""
     state = random_state(CONFIG)
     for content in (
         {"step": 3, "tokens_seen": 99, "model_state": state},
@@ -48,13 +49,14 @@ def test_the_model_is_found_in_the_checkpoint_of_another_trainer(tmp_path):
 
 
 def as_neighbours(rows, size):
-    """Reorders the rows of heads as in fms: rows that are rotated together are neighbours, instead of half a head
-    apart."""
+    """Returns the rows of each head in the order of fms: rows that are rotated together are adjacent, instead of half
+    a head apart."""
     return rows.view(-1, 2, size // 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
 def test_rotary_positions_of_fms_are_converted_to_ours():
-    """fms rotates complex numbers. The rotated channels of a head are equal at each position, in the order of fms."""
+    """If the channels of a head are reordered, our rotary positions equal those of fms, which rotates adjacent
+    channels as complex numbers."""
     size, length = 12, 21
     rows = torch.randn(size, length)
     ours = rotary(rows.T[None, :, None], torch.arange(length), size, 1e4)[0, :, 0].T
@@ -66,7 +68,7 @@ def test_rotary_positions_of_fms_are_converted_to_ours():
 
 
 def as_fms(state, config, fused, top):
-    """Returns our Llama with the names of fms and with heads that rotate neighbouring rows."""
+    """Returns the weights of our Llama with the names and the order of rows that fms uses."""
     neighbours = partial(as_neighbours, size=config.resolved_head_dim)
     embedding, head, prefix = top
     found = {

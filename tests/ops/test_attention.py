@@ -1,4 +1,4 @@
-"""Compares attention and rotary positions with their definitions in float64."""
+"""Tests mamba_fsdp.ops.attention and rotary positions against their definitions in float64."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.torch22
 
 
 def plain_attention(q, k, v, seq_idx=None):
-    """Computes attention with the scores of all heads in one tensor."""
+    """Computes causal attention with the scores of all heads and positions in one tensor."""
     length = q.shape[1]
     share = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(share, dim=2) for t in (k, v))
@@ -33,15 +33,16 @@ def inputs(length=9, kv_heads=2):
     }
 
 
-# The second row begins with the document number at the end of the first row.
+# The document number of each position in two rows. The second row begins with the number at the end of the first row,
+# although it is another document.
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 2 + [2] * 3, [2] + [3] * 8], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_equals_the_definition(kv_heads, length):
-    """Causal attention, with gradients, for several ratios of query heads to key heads. A single query attends to all
-    keys."""
+    """Causal attention and its gradients equal the definition for several ratios of query heads to key heads. A
+    single query is the last one: it attends to all keys."""
     values = inputs(length=length, kv_heads=kv_heads)
     assert_like(evaluate(attention, values), evaluate(plain_attention, values), 1e-12)
     last = attention(**values | {"q": values["q"][:, -1:]})
@@ -56,7 +57,8 @@ ARGUMENTS = (
 
 
 def flash_kernel(q, k, v, bounds_q, bounds_k, longest_q, longest_k, dropout, causal, debug):
-    """Computes the same as torch's CUDA operator on any device: the last query of a document attends to its last key."""
+    """Replaces torch's CUDA operator on any device, and checks its arguments. The last query of a document attends to
+    all keys of the document."""
     assert bounds_q.dtype == bounds_k.dtype == torch.int32
     assert longest_q == bounds_q.diff().max() and longest_k == bounds_k.diff().max()
     assert dropout == 0.0 and causal is True and debug is False
@@ -67,10 +69,8 @@ def flash_kernel(q, k, v, bounds_q, bounds_k, longest_q, longest_k, dropout, cau
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("asking", [1, 4, 9])
 def test_documents_do_not_attend_to_each_other(backend, asking, monkeypatch):
-    """Compares outputs and gradients of whole rows, and of their last positions.
-
-    The last positions can lack the queries of a document.
-    """
+    """Queries attend only to keys of their own document. Outputs and gradients equal the definition for whole rows,
+    and for the last positions of a row, which can lack the queries of a document."""
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_kernel)
     monkeypatch.setattr(reference, "MASK_ELEMENTS", 12)  # makes a mask for two queries at a time
     documents = Documents.asked_by_last(DOCUMENTS, asking)
@@ -88,7 +88,8 @@ def test_documents_do_not_attend_to_each_other(backend, asking, monkeypatch):
 
 
 def test_flash_calls_an_operator_that_torch_has_with_gradients():
-    """The operator exists on both stacks, with the arguments in this order."""
+    """The installed torch has the operator that the flash backend calls, with the arguments in this order and with
+    gradients."""
     schema = torch._C._get_schema("aten::_flash_attention_forward", "")
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     assert names == ARGUMENTS
@@ -98,7 +99,8 @@ def test_flash_calls_an_operator_that_torch_has_with_gradients():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("documents", [None, Documents([500] * 65 + [268])], ids=["row", "packed"])
 def test_no_tensor_is_larger_than_the_queries(documents, backend):
-    """Neither the forward nor the backward pass makes a (length, length) tensor or repeats keys."""
+    """Neither the forward nor the backward pass creates a tensor that is larger than the queries, such as a tensor of
+    shape (length, length) or repeated keys."""
     if documents and backend == "flash" and torch.__version__.startswith("2.2."):
         pytest.skip("torch 2.2's operator takes no bounds of tensors without content")
     with FakeTensorMode(), LargestTensor() as largest:
@@ -112,7 +114,8 @@ def test_no_tensor_is_larger_than_the_queries(documents, backend):
 
 
 def test_rotary_positions_rotate_pairs_of_channels():
-    """Channels i and i + rotary_dim/2 are a complex number. The channels after rotary_dim do not change."""
+    """Rotary positions rotate channels i and i + rotary_dim/2 like the two parts of a complex number, and do not
+    change the channels after rotary_dim."""
     x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     positions = torch.tensor([0, 1, 2, 0, 7])
     found = rotary(x, positions, 6, 100.0)

@@ -1,5 +1,5 @@
-"""The selection of backends: the best available one is used, messages explain why better ones can't be used, and a
-request that can't be met is an error."""
+"""Tests mamba_fsdp.ops.backends: each operator uses the best available backend, messages explain why better ones
+can't be used, and a request that can't be met is an error."""
 
 import shutil
 import sys
@@ -31,7 +31,8 @@ needs_c = pytest.mark.skipif(bool(cpp.why_unavailable()), reason="no C compiler"
 
 @pytest.fixture
 def install(monkeypatch):
-    """install("fla triton"): these packages can be imported, and others can't."""
+    """Returns a function install(names), which makes the packages in `names` importable, and all other packages of
+    PACKAGES not."""
 
     def install(words):
         for package, names in PACKAGES.items():
@@ -42,11 +43,14 @@ def install(monkeypatch):
     return install
 
 
-def choose(setting, device, layers="mamba1,mamba2,gdn,attention", d_model=256, **asked):
-    """asked: further settings of the model, and fields of Use."""
+def choose(setting, device, layers="mamba1,mamba2,gdn,attention", d_model=256, **options):
+    """Returns the selection of backends for a model.
+
+    options: fields of Use, and further settings of the model.
+    """
     names = ("dtype", "seq_idx", "deterministic", "in_parts")
-    use = {"dtype": torch.bfloat16} | {name: asked.pop(name) for name in names if name in asked}
-    uses = operator_uses(ModelConfig(layers=layers, d_model=d_model, **asked), **use)
+    use = {"dtype": torch.bfloat16} | {name: options.pop(name) for name in names if name in options}
+    uses = operator_uses(ModelConfig(layers=layers, d_model=d_model, **options), **use)
     return resolve_backends(setting, device, uses)
 
 
@@ -55,7 +59,7 @@ TRITON = "triton: conv, scan, ssd, norm, loss, mamba1, mamba2; reference: gdn"
 
 
 @pytest.mark.parametrize(
-    "device, packages, asked, choice",
+    "device, packages, options, choice",
     [
         (
             "cuda",
@@ -103,7 +107,7 @@ TRITON = "triton: conv, scan, ssd, norm, loss, mamba1, mamba2; reference: gdn"
             dict(layers="mamba1", d_model=5),
             "conv not fused: causal-conv1d takes multiples of 8 channels, not 10",
         ),
-        # 2 * 64 + 2 * 16 + 4 rows
+        # This input projection has 2 * 64 + 2 * 16 + 4 = 164 rows.
         (
             "cuda",
             "mamba",
@@ -171,14 +175,15 @@ TRITON = "triton: conv, scan, ssd, norm, loss, mamba1, mamba2; reference: gdn"
         ),
     ],
 )
-def test_auto_takes_the_best_usable_backend(install, device, packages, asked, choice):
-    """The choice contains the reasons against better backends, but does not mention backends of other devices."""
+def test_auto_takes_the_best_usable_backend(install, device, packages, options, choice):
+    """kernels=auto selects the best usable backend of each operator. The message explains why better backends can't
+    be used, and does not mention backends of other devices."""
     install(packages)
-    assert choice in str(choose("auto", device, **asked))
+    assert choice in str(choose("auto", device, **options))
 
 
 @pytest.mark.parametrize(
-    "setting, device, asked, choice",
+    "setting, device, options, choice",
     [
         ("reference", "cpu", {}, "reference: conv, scan, ssd, gdn, attention, norm, loss"),
         # A whole mixer can use a backend only if its parts can use it.
@@ -209,13 +214,13 @@ def test_auto_takes_the_best_usable_backend(install, device, packages, asked, ch
         ),
     ],
 )
-def test_a_demand_only_affects_the_named_operators(install, setting, device, asked, choice):
+def test_a_demand_only_affects_the_named_operators(install, setting, device, options, choice):
     install(ALL)
-    assert str(choose(setting, device, **asked)) == choice
+    assert str(choose(setting, device, **options)) == choice
 
 
 @pytest.mark.parametrize(
-    "setting, device, asked, said",
+    "setting, device, options, message",
     [
         (
             "fused",
@@ -261,15 +266,15 @@ def test_a_demand_only_affects_the_named_operators(install, setting, device, ask
         ),
     ],
 )
-def test_a_demand_that_can_not_be_met_is_refused(install, setting, device, asked, said):
+def test_a_demand_that_can_not_be_met_is_refused(install, setting, device, options, message):
     install("mamba triton")
     with pytest.raises(UserError) as refused:
-        choose(setting, device, **asked)
-    assert f"kernels={setting}: {said}" in str(refused.value) and "\n" not in str(refused.value)
+        choose(setting, device, **options)
+    assert f"kernels={setting}: {message}" in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    "setting, said",
+    "setting, message",
     [
         ("tritn", "there is no backend 'tritn'; did you mean triton?"),
         ("cuda", "there is no backend 'cuda'; choose one of auto, "),
@@ -280,14 +285,14 @@ def test_a_demand_that_can_not_be_met_is_refused(install, setting, device, asked
         ("scan=cpp,scan=reference", "give each operator one backend"),
     ],
 )
-def test_unknown_names_are_refused_with_the_settings(setting, said):
+def test_unknown_names_are_refused_with_the_settings(setting, message):
     with pytest.raises(UserError, match="kernels=") as refused:
         resolve_settings({"kernels": setting})
-    assert f"kernels={setting}: {said}" in str(refused.value)
+    assert f"kernels={setting}: {message}" in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    "module, name, value, said",
+    "module, name, value, reason",
     [
         (torch.cuda, "get_device_capability", lambda: (7, 5), "8.0 and newer, not 7.5"),
         (shutil, "which", lambda name: None, "Triton finds no C compiler: install gcc"),
@@ -295,21 +300,22 @@ def test_unknown_names_are_refused_with_the_settings(setting, said):
     ],
 )
 def test_a_machine_that_can_not_run_triton_is_told_why(
-    install, monkeypatch, module, name, value, said
+    install, monkeypatch, module, name, value, reason
 ):
-    """Otherwise the first launch would fail with `max() arg is an empty sequence`, or with an error of gcc."""
+    """If Triton can't compile kernels on a machine, the message explains why. Otherwise the first launch would fail
+    with `max() arg is an empty sequence`, or with an error of gcc."""
     install("triton")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: module is torch.cuda)
     monkeypatch.setattr(module, name, value)
     choice = choose("auto", "cuda", **SSM)
     assert set(choice.backends.values()) == {"reference"}
-    assert "conv, scan, ssd, norm, loss not triton: " in str(choice) and said in str(choice)
+    assert "conv, scan, ssd, norm, loss not triton: " in str(choice) and reason in str(choice)
 
 
 def test_measurements_override_the_usual_order(install):
-    """A backend that failed is skipped with its reason, a preferred one is tried first, and an assumed one does not need
-    its package."""
+    """A backend in `failed` is skipped with its reason, a backend in `preferred` is tried first, and a backend in
+    `assumed` does not need its package."""
     uses = operator_uses(ModelConfig(layers="mamba1"), torch.bfloat16)
     install("mamba triton")
     failed = {("scan", "triton"): "it is off"}
@@ -326,7 +332,8 @@ def test_measurements_override_the_usual_order(install):
 
 @needs_c
 def test_a_new_backend_is_a_module_and_a_name(monkeypatch):
-    """A new backend of the scan is considered first, its limits are checked, and it is called."""
+    """A new backend consists of a module and an entry in BACKENDS and OPERATORS. It is considered in the order of
+    OPERATORS, its `why_not` is asked, and its functions are called."""
     toy = types.ModuleType("mamba_fsdp.ops.scan.toy")
     toy.why_not = lambda use: "the toy can't separate documents" if use.seq_idx else None
     toy.selective_scan = lambda *inputs: "toy"
@@ -350,7 +357,8 @@ def test_a_new_backend_is_a_module_and_a_name(monkeypatch):
 
 @pytest.mark.parametrize("bounded", [False, True])
 def test_a_mixer_is_a_candidate_if_its_parts_are(install, bounded):
-    """The scan of mamba-ssm can't separate documents. Therefore its Mamba-1 can't either."""
+    """A backend is a candidate for a whole mixer only if it is one for all parts of the mixer. The scan of mamba-ssm
+    can't separate documents, so its Mamba-1 can't either."""
     install("mamba")
     uses = operator_uses(ModelConfig(layers="mamba1"), torch.bfloat16, seq_idx=bounded)
     found = [operator for operator, _ in backends.candidates({}, "cuda", uses)]
@@ -359,7 +367,8 @@ def test_a_mixer_is_a_candidate_if_its_parts_are(install, bounded):
 
 @pytest.mark.parametrize("batch_size, is_fused", [(32, True), (64, False)])
 def test_fused_kernels_are_passed_over_if_their_addresses_do_not_reach(batch_size, is_fused):
-    """The output of the input projection of mamba2-2.7b has 2.8e9 elements for 64 x 4,096 tokens."""
+    """Fused kernels are not selected if a tensor of the run has more elements than their 32-bit offsets can address.
+    The input projection of mamba2-2.7b has 2.8e9 elements for 64 x 4,096 tokens."""
     settings = resolved(model_name="mamba2-2.7b", batch_size=batch_size, seq_length=4096)
     uses = settings.operator_uses("cuda")
     faster = dict.fromkeys(uses, "fused")
@@ -369,8 +378,8 @@ def test_fused_kernels_are_passed_over_if_their_addresses_do_not_reach(batch_siz
 
 
 def test_a_call_refuses_what_their_addresses_do_not_reach():
-    """The distance of elements counts, and not their number: the elements of a slice are spread over the whole
-    projection."""
+    """check_reach raises an error if the offset of an element is too large for the fused kernels. Offsets count, not
+    the number of elements: the elements of a slice are spread over the whole projection."""
     of_projection = 10_576
     fits, exceeds = (
         torch.empty(1, tokens, of_projection, device="meta")[..., :64]

@@ -1,4 +1,5 @@
-"""Compiling and loading the C backends, also on machines where this is difficult."""
+"""Tests mamba_fsdp.ops.cpp, which compiles and loads the C backends, also on machines without a usable compiler or
+cache folder."""
 
 import os
 import subprocess
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fresh")
 
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
-    """An empty cache folder. No library has been loaded."""
+    """Sets an empty cache folder, and forgets the loaded library. Returns the folder of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cpp.library.cache_clear()
     yield tmp_path
@@ -29,7 +30,8 @@ USES = {operator: [Use(operator, torch.float32, False)] for operator in ("conv",
 
 
 def assert_reference_because(reason):
-    """Without a C library, auto takes the reference backends, and the line in the log contains the reason."""
+    """Asserts that `auto` selects the reference backends because C can't be used, and that the message contains the
+    reason."""
     choice = resolve_backends("auto", "cpu", USES)
     assert choice.backends == {"conv": "reference", "scan": "reference"}
     assert str(choice).startswith("reference: conv, scan; conv, scan not cpp: ")
@@ -41,7 +43,7 @@ WRITES_JUNK = f'{OTHERWISE} while [ "$1" != -o ]; do shift; done; echo junk >"$2
 
 
 @pytest.mark.parametrize(
-    "body, said",
+    "body, reason",
     [
         ("exit 3", "strange-cc fails: exit status 3"),
         (f'{OTHERWISE} echo "unknown flag" >&2; exit 1;; esac', "strange-cc fails: unknown flag"),
@@ -49,16 +51,17 @@ WRITES_JUNK = f'{OTHERWISE} while [ "$1" != -o ]; do shift; done; echo junk >"$2
     ],
     ids=["always fails", "knows no flag", "writes junk"],
 )
-def test_a_broken_compiler_leaves_the_reference_backends(fresh, monkeypatch, body, said):
+def test_a_broken_compiler_leaves_the_reference_backends(fresh, monkeypatch, body, reason):
     compiler = write_program(fresh / "strange-cc", f"#!/bin/sh\n{body}\n")
     monkeypatch.setenv("CC", str(compiler))
-    assert_reference_because(said)
-    with pytest.raises(UserError, match=f"conv can't be cpp on cpu.*{said}.*kernels=auto"):
+    assert_reference_because(reason)
+    with pytest.raises(UserError, match=f"conv can't be cpp on cpu.*{reason}.*kernels=auto"):
         resolve_backends("cpp", "cpu", USES)
 
 
 def test_each_version_of_a_compiler_has_a_library_of_its_own(fresh, monkeypatch):
-    """The path of the library depends on it. Machines that share a cache folder can have different compilers."""
+    """The path of the compiled library depends on the version of the compiler, because machines that share a cache
+    folder can have different compilers."""
     compiler = write_program(fresh / "cc", f"#!/bin/sh\n{WRITES_JUNK}\n")
     monkeypatch.setenv("CC", str(compiler))
     reasons = []
@@ -103,8 +106,12 @@ assert len(libraries) <= 1, libraries
 @needs_compiler
 @pytest.mark.slow
 def test_processes_that_start_at_once_compile_one_library(fresh, project):
-    """Processes that start with an empty cache all load the same complete library, and leave no other files. They
-    load neither a second OpenMP runtime next to PyTorch's nor a CUDA library. A later process uses their library."""
+    """Two processes that start with an empty cache folder load the same complete library, and leave no other files. A
+    later process uses the same library.
+
+    A process with this library does not load a second OpenMP runtime next to PyTorch's, or mamba_ssm, causal_conv1d
+    or Triton.
+    """
     children = [
         subprocess.Popen(
             [sys.executable, "-c", CHILD],
@@ -116,9 +123,9 @@ def test_processes_that_start_at_once_compile_one_library(fresh, project):
         )
         for _ in range(2)
     ]
-    said = [child.communicate() for child in children]
-    assert all(child.returncode == 0 for child in children), said
-    assert len({output for output, _ in said}) == 1
+    outputs = [child.communicate() for child in children]
+    assert all(child.returncode == 0 for child in children), outputs
+    assert len({output for output, _ in outputs}) == 1
     (library,) = (fresh / "cache" / "mamba_fsdp").iterdir()
     before = library.stat()
     assert cpp.why_unavailable() is None
@@ -146,7 +153,7 @@ for device in ("cuda", "cpu"):
 
 
 def test_only_a_process_that_trains_on_its_cpu_is_tuned(project):
-    """Denormal numbers are treated as 0, and freed memory is kept by the process. A process with a GPU returns memory
-    to the system."""
+    """tune_process("cpu") makes all threads treat denormal numbers as 0, and makes the process keep freed memory.
+    tune_process("cuda") changes neither."""
     done = run_program(sys.executable, "-c", TUNED, cwd=project)
     assert done.stdout == "False 196608 False\nTrue 0 True\n", done.stderr

@@ -1,4 +1,5 @@
-"""Compares the chunked output layer and loss with PyTorch: value, gradients and memory."""
+"""Tests linear_cross_entropy, the chunked output layer and loss, against PyTorch: its value, its gradients and its
+memory."""
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def inputs(tokens=23, d_model=6, vocab=11, dtype=torch.float64):
 
 @pytest.mark.parametrize("tokens", [0, 6])
 def test_without_counted_tokens_loss_and_gradients_are_0(tokens):
-    """They are never NaN."""
+    """If all labels are ignored, the loss and all gradients are 0, not NaN."""
     hidden, weight, labels = inputs(tokens=tokens)
     loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100))
     loss.backward()
@@ -50,8 +51,8 @@ def definition(hidden, weight, labels, token_weights=1):
 @pytest.mark.parametrize("chunk", [7, 40, 100])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_equals_cross_entropy(dtype, tolerance, chunk, weighted):
-    """Value and gradients equal those in float64, also with weights from 0 to 3 and ignored labels. The value does
-    not depend on whether gradients are computed."""
+    """Loss and gradients equal PyTorch's cross_entropy in float64, also with token weights between 0 and 3 and with
+    ignored labels. The loss does not depend on whether gradients are computed."""
     hidden, weight, labels = inputs(tokens=40, d_model=8, dtype=dtype)
     leaves = {"hidden": hidden, "weight": weight}
     how = {"labels": labels}
@@ -82,9 +83,11 @@ def test_labels_outside_the_vocabulary_are_refused(label):
     ids=str,
 )
 def test_the_factor_before_the_loss_is_not_rounded(dtype, of_weight, factor):
-    """Half-precision gradients agree with float64, even if the dtype can't represent the factor exactly.
+    """If the loss is multiplied by a factor, half-precision gradients equal those in float64, even if their dtype
+    can't represent the factor exactly.
 
-    Rounding changes each element in either direction, so the test compares the lengths of whole gradients.
+    Rounding errors of single elements have both signs. The test therefore measures the error of the length of the
+    gradient.
     """
     hidden, weight, labels = inputs(tokens=400, d_model=16, vocab=50, dtype=dtype)
     leaves = {"hidden": 4 * hidden, "weight": (4 * weight).to(of_weight)}

@@ -1,6 +1,8 @@
-"""Checks the calls of the fused backends on a CPU. The reference functions of mamba-ssm replace its kernels, and the
-layouts and dtypes that the kernels require are asserted. The tests run in separate processes, with only the Python
-files of mamba-ssm."""
+"""Tests the calls of the fused backends on a CPU. The reference functions of mamba-ssm replace its kernels, and the
+layouts and dtypes that the kernels require are asserted.
+
+The tests run in separate processes, with only the Python files of mamba-ssm.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Compares RMSNorm with its definition: plain, after a residual sum, and gated."""
+"""Tests mamba_fsdp.ops.norm against the definition of RMSNorm: plain, after a residual sum, and gated."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.support.compare import assert_like, double, evaluate
 
 
 def leaves(*names):
-    """Returns random tensors by name: x and others with its shape, and a weight."""
+    """Returns {name: random tensor}. "weight" has the shape (8,), every other name (2, 3, 8)."""
     generator = torch.Generator().manual_seed(0)
     values = {}
     for name in names:
@@ -38,8 +38,8 @@ def test_equals_its_definition(eps, names):
 
 
 def test_residual_stays_float32():
-    """The residual stream is float32 for any input, and the normed output has the requested dtype. This also holds
-    for gradients."""
+    """The residual stream and its gradient are float32 for inputs of any dtype. The normed output has the requested
+    dtype."""
     values = {name: value.float() for name, value in leaves("x", "residual", "weight").items()}
     values["x"] = values["x"].bfloat16()
     found = evaluate(add_rms_norm, values, eps=1e-5, out_dtype=torch.bfloat16)

@@ -1,5 +1,7 @@
-"""Compares every operator along the sequence with its definition in float64. tests/model/test_documents.py checks
-that documents do not influence each other."""
+"""Tests every operator along the sequence against its definition in float64.
+
+tests/model/test_documents.py tests that documents do not influence each other.
+"""
 
 import sys
 import types
@@ -36,7 +38,8 @@ def convolution(x, weight, bias, seq_idx=None):
 
 
 def weighted_recurrence(x, decay, weight, B, C, initial_state, seq_idx=None):
-    """Computes the recurrence of Mamba-3 with the one of Mamba-2: x is multiplied by the quotient of weight and step."""
+    """Computes the recurrence of Mamba-3 with the recurrence of Mamba-2: x is multiplied by the quotient of weight
+    and decay."""
     zeros = decay.new_zeros(decay.shape[2])
     dt = torch.log(torch.expm1(decay))
     scaled = x * (weight / decay).unsqueeze(3)
@@ -46,7 +49,7 @@ def weighted_recurrence(x, decay, weight, B, C, initial_state, seq_idx=None):
 class Operator(NamedTuple):
     function: Callable
     definition: Callable
-    inputs: str  # NAME=dimensions, each a letter of SIZES
+    inputs: str  # "NAME=dimensions ...", where each dimension is a letter of SIZES
 
 
 OPERATORS = {
@@ -72,7 +75,7 @@ OPERATORS = {
         "q=btgn k=btgn v=bthp g=bth beta=bth initial_state=bhnp",
     ),
 }
-# batch, positions, channels, width, heads, channels of a head, groups of heads, states
+# The sizes of batch, positions, channels, convolution width, heads, channels of a head, groups of heads, and states.
 SIZES = {"b": 2, "t": 70, "c": 5, "w": 4, "h": 4, "p": 3, "g": 2, "n": 5, "1": 1}
 RANGES = {
     "A": lambda t: -t.exp(),
@@ -88,7 +91,7 @@ each_form = pytest.mark.parametrize("operator, backend", FORMS + IN_C)
 
 
 def draw(operator, dtype=torch.float64, **sizes):
-    """Returns inputs by name. Parameters, states and the inputs of decays have at least fp32."""
+    """Returns {name: random input} of an operator. Parameters, states and the inputs of decays have at least fp32."""
     sizes = SIZES | sizes
     generator = torch.Generator().manual_seed(0)
     values = {}
@@ -117,8 +120,11 @@ def compare(operator, backend, values, most, **how):
     [(1, 1, 4), (3, 2, 9), (15, 4, 1), (16, 2, 2), (17, 2, 4), (64, 1, 2), (65, 4, 9), (150, 2, 4)],
 )
 def test_equals_its_definition(operator, backend, kind, t, g, w, monkeypatch):
-    """Compares outputs, the last state and all gradients, at the edges of chunks, with and without documents, for
-    several groups and widths. Deterministic mode must not use cumsum, because torch raises an error for it on a GPU."""
+    """Outputs, last state and all gradients equal the definition, at the edges of chunks, with and without documents,
+    and for several groups and widths.
+
+    Deterministic mode must not use cumsum, because torch raises an error for it on a GPU.
+    """
     if kind == "deterministic":
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     seq_idx = random_documents(2, t) if kind == "documents" else None
@@ -127,8 +133,8 @@ def test_equals_its_definition(operator, backend, kind, t, g, w, monkeypatch):
 
 @each_form
 def test_half_precision_is_as_exact_as_its_storage(operator, backend):
-    """The inner arithmetic is float32, so that errors in bf16 come from rounding outputs and gradients. Sums have
-    slightly larger errors."""
+    """With inputs in bf16, the error is close to the rounding error of outputs and gradients, because inner
+    computations are in float32."""
     values = draw(operator, torch.bfloat16, t=300, c=20)
     found = compare(operator, backend, values, 2.0**-7, seq_idx=random_documents(2, 300))
     assert found["output 0"].dtype == torch.bfloat16
@@ -148,7 +154,7 @@ def test_half_precision_is_as_exact_as_its_storage(operator, backend):
     ],
 )
 def test_extreme_decays(operator, name, factor, shift):
-    """Decays between 1 and 0 give correct results in float32 and finite gradients."""
+    """Decays that are close to 1 or to 0 give correct results and finite gradients in float32."""
     values = draw(operator, torch.float32, t=300)
     values[name] = values[name] * factor + shift
     for name, backend in FORMS + IN_C:
@@ -175,7 +181,7 @@ def test_inputs_can_have_any_strides(operator, backend, layout):
 
 @each_form
 def test_nan_is_not_hidden(operator, backend):
-    """A NaN in any input reaches an output, so that the check of the step finds it."""
+    """A NaN in any input reaches an output, where the check of the loss can find it."""
     for name in draw(operator):
         values = draw(operator)
         values[name].view(-1)[0] = float("nan")
@@ -187,20 +193,20 @@ def test_nan_is_not_hidden(operator, backend):
 def test_results_in_c_do_not_depend_on_threads(operator, backend):
     values = draw(operator, torch.float32, b=3, c=300)
     threads = torch.get_num_threads()
-    seen = []
+    results = []
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            seen.append(evaluate(OPERATORS[operator].function, values, backend=backend))
+            results.append(evaluate(OPERATORS[operator].function, values, backend=backend))
     finally:
         torch.set_num_threads(threads)
-    assert equal(*seen)
+    assert equal(*results)
 
 
 @each_form
 def test_memory_is_linear_without_states(operator, backend):
-    """There is no tensor with a state per position, which would be more than 12 times as large as the inputs, and
-    less memory than that is saved."""
+    """No operator creates a tensor with a state for each position, which would be more than 12 times as large as the
+    inputs. It saves less than 6 times the size of the inputs for the backward pass."""
     values = draw(operator, torch.float32, t=1024, c=64, n=64, h=4, p=16)
     for value in values.values():
         value.requires_grad_()
@@ -235,8 +241,8 @@ def test_a_part_from_zeros_and_the_output_of_the_state_before_it_are_the_whole()
 
 @pytest.mark.parametrize("bounded", [False, True])
 def test_the_call_of_flash_linear_attention(monkeypatch, bounded):
-    """Documents are passed in one row with their boundaries, and without states. A function with the same arguments
-    replaces the library."""
+    """The fused backend passes documents to flash-linear-attention in one row with their boundaries, and refuses
+    states of documents. A function with the same parameters replaces the library."""
 
     def chunk_gated_delta_rule(
         q, k, v, g, beta, *, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
