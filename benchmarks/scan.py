@@ -34,7 +34,6 @@ SHIPPED = "transformers mambapy"
 OURS = {  # {name: (backend, precision of matrix products)}
     "reference": ("reference", "fp32"),
     "cpp": ("cpp", "fp32"),
-    "reference, bf16 products": ("reference", "bf16"),
     "cpp, bf16 products": ("cpp", "bf16"),
 }
 

@@ -147,7 +147,7 @@ def _local_files(name: str, options: DatasetConfig, left_out: LeftOut) -> list[I
         check_input(name)
     places = [Path(name)]
     if glob.has_magic(name) and not exists(name):
-        places = _expand(Path(name), left_out)
+        places = _expand_glob(Path(name), left_out)
     found = dict.fromkeys(file for place in places for file in files_below(place, left_out))
     kinds = input_kinds(list(found), left_out, options.format, options.dtype)
     if not kinds:
@@ -167,9 +167,9 @@ def _local_files(name: str, options: DatasetConfig, left_out: LeftOut) -> list[I
     return list(by_place.values())
 
 
-def _expand(pattern: Path, left_out: LeftOut) -> list[Path]:
-    """Returns the paths that match a pattern, sorted. glob.glob is not used, because it ignores folders that can't be read:
-    they raise UserError or OSError."""
+def _expand_glob(pattern: Path, left_out: LeftOut) -> list[Path]:
+    """Returns the sorted paths that match a glob pattern. glob.glob is not used, because it ignores folders that
+    can't be read. This function raises UserError or OSError for them."""
     parts = pattern.parts
     depth = next(number for number, part in enumerate(parts) if glob.has_magic(part))
     places = [Path(*parts[:depth])]

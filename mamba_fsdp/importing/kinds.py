@@ -662,8 +662,8 @@ class SavedFolder:
 
 
 def files_below(place: Path, left_out: LeftOut) -> Iterator[Path]:
-    """Yields the file at `place`, or all files in the folder at `place` and its subfolders, sorted. Adds to `left_out` what is
-    skipped. Raises UserError for a folder that can't be listed."""
+    """Yields the file at `place`, or all files in the folder at `place` and its subfolders, sorted. Files and folders
+    that are skipped are added to `left_out`. Raises UserError for a folder that can't be listed."""
     if not is_folder(place):
         yield place
         return

@@ -69,10 +69,10 @@ def generate(model: "Loaded | str | Path", options: GenerationConfig) -> Iterato
         top_p=options.top_p,
         generator=torch.Generator(device=device).manual_seed(options.seed),
     )
-    return _decoded(steps, tokenizer)
+    return _decode_steps(steps, tokenizer)
 
 
-def _decoded(steps: Iterable["Tensor"], tokenizer: "TextTokenizer") -> Iterator[str]:
+def _decode_steps(steps: Iterable["Tensor"], tokenizer: "TextTokenizer") -> Iterator[str]:
     """Yields the text of each token until the model ends the document. `generate` itself is not a generator, so that its
     errors are raised when it is called."""
     from tokenizers.decoders import DecodeStream
