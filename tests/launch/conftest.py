@@ -1,4 +1,4 @@
-"""Fixtures with a temporary copy of the project, for tests of the launcher without Slurm."""
+"""Provides a temporary copy of the project, for tests of the launcher without Slurm."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.support import projects
 
 @pytest.fixture
 def launcher_project(tmp_path, monkeypatch):
-    """A project folder, with a space in its name, a fake training program and a .venv."""
+    """Returns the folder of a project with a fake training program and a .venv. The folder has a space in its name."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     project = projects.make_project(tmp_path / "the project")
     projects.make_venv(project)

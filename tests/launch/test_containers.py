@@ -1,4 +1,4 @@
-"""Tests which folders are mounted in a container, and which can't be."""
+"""Tests mamba_fsdp.launch.containers: which folders are mounted in a container, and which can't be."""
 
 import os
 import re
@@ -14,9 +14,11 @@ from tests.support.pyxis import OLDEST_PYXIS, PYXIS_OPTIONS, mounted
 
 @pytest.fixture
 def options(tmp_path, monkeypatch):
-    """options(*paths) -> srun's options for a container that mounts these paths. The project is in tmp_path."""
+    """Returns a function options(*paths) that returns srun's options for a container in which the paths are mounted.
+    The project is in tmp_path."""
     monkeypatch.setattr(containers, "PROJECT", f"{tmp_path}/the project")
-    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "")  # monkeypatch restores it after the test
+    # The code under test sets this variable, and monkeypatch restores it after the test.
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     (tmp_path / "the project").mkdir()
 
@@ -30,7 +32,7 @@ def options(tmp_path, monkeypatch):
 
 @pytest.fixture
 def disk(tmp_path):
-    """A folder that no mount of the project contains."""
+    """Makes a folder that no mount of the project contains."""
     folder = tmp_path.with_name(f"{tmp_path.name}-disk")
     folder.mkdir()
     return folder
@@ -52,7 +54,8 @@ def test_the_project_is_mounted_once_and_nothing_without_an_image(options, tmp_p
 def test_the_parent_folder_is_mounted_if_a_mount_can_not_have_the_name(
     options, disk, tmp_path, name
 ):
-    """Pyxis 0.24 escapes spaces as \\040, but 0.20 does not, and a comma separates mounts."""
+    """A folder whose name contains a space, a comma or a backslash is mounted as part of its parent folder. Pyxis 0.24
+    escapes spaces as \\040, but 0.20 does not, and a comma separates mounts."""
     (disk / name / "store").mkdir(parents=True)
     assert mounted(options(disk / name / "store")) == [str(tmp_path), str(disk)]
 
@@ -60,7 +63,8 @@ def test_the_parent_folder_is_mounted_if_a_mount_can_not_have_the_name(
 def test_links_to_too_many_folders_are_refused_unless_a_parent_is_mounted(
     options, disk, tmp_path, monkeypatch
 ):
-    """All mounts are a single argument, and Linux limits its length. Folders inside a mount do not need their own mount."""
+    """Too many link targets are an error, unless one mount contains them all: Linux limits the length of a command-line
+    argument, and all mounts are one argument."""
     monkeypatch.setattr(containers, "MAX_MOUNT_LIST_CHARS", 500)
     for number in range(10):
         (disk / f"at/{number}").mkdir(parents=True)
@@ -73,7 +77,8 @@ def test_links_to_too_many_folders_are_refused_unless_a_parent_is_mounted(
 def test_links_are_followed_to_their_end_but_not_into_folders_of_the_image(
     options, disk, tmp_path, capfd
 ):
-    """This includes chains of links, a link to its own folder, and links in the target of a link."""
+    """The folders at the end of links are mounted, also for chains of links, a link to its own folder, and links in the
+    target of a link. Links to files of the image and broken links cause a warning."""
     for name in ("real", "files", "hop", "end"):
         (disk / name).mkdir()
     (disk / "end/x.txt").touch()
@@ -102,20 +107,22 @@ def test_links_are_followed_to_their_end_but_not_into_folders_of_the_image(
     [("/my data", "/"), ("/opt/my data", "/opt"), ("/usr/bin/", "/usr/bin/"), ("/dev", "/dev")],
 )
 def test_a_folder_of_the_image_is_refused(path, folder):
-    said = f"{path}: can't be mounted, since {folder} is a folder of the image"
-    with pytest.raises(LaunchError, match=re.escape(said)):
+    message = f"{path}: can't be mounted, since {folder} is a folder of the image"
+    with pytest.raises(LaunchError, match=re.escape(message)):
         find_mount(path)
 
 
 def test_files_and_folders_next_to_the_images_folders_can_be_mounted():
-    """The image owns only the folder of AWS in /opt, so other folders there can be mounted."""
+    """The image owns only the folder of AWS in /opt, so other folders in /opt can be mounted. A file can be mounted
+    anywhere."""
     assert find_mount("/usr/bin/env") == "/usr/bin/env"
     assert is_protected("/opt/amazon/efa") and is_protected("/proc/self")
     assert not is_protected("/opt/mine") and not is_protected("/user/me")
 
 
 def test_without_gpus_the_driver_of_nvidia_is_not_requested(options, monkeypatch):
-    """The variables of the image request the driver, and Enroot fails on a node without NVIDIA's tools."""
+    """On a node without GPUs and driver, a container does not request the NVIDIA driver. The image would request it,
+    and Enroot would fail without NVIDIA's tools."""
     has_driver = Path("/proc/driver/nvidia").exists()
     assert ("--container-env=NVIDIA_VISIBLE_DEVICES" in options()) != has_driver
     assert has_driver or os.environ["NVIDIA_VISIBLE_DEVICES"] == "void"

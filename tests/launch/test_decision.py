@@ -1,4 +1,4 @@
-"""Tests the decision about a job for each way in which its training can end."""
+"""Tests mamba_fsdp.launch.decision: what becomes of a job in each state in which its training can end."""
 
 import pytest
 
@@ -32,9 +32,8 @@ NO_PROGRESS = {"newest_before": "step_00000005", "restarts": 3}
 
 
 def ended(code=0, outcome=NOTHING_LEFT, **known):
-    """Returns a JobState. An outcome, if the launchers have written one, overrides srun's exit
-    code, as in slurm_training.py.
-    """
+    """Returns a JobState. If the launchers have written an outcome, its exit code replaces `code`, as in
+    slurm_training.py."""
     return USUAL._replace(code=outcome.code if outcome.status else code, outcome=outcome, **known)
 
 
@@ -122,8 +121,8 @@ TABLE = {  # {event: (state of the job, action, exit code, start of the message)
 
 @pytest.mark.parametrize("happened", TABLE)
 def test_what_becomes_of_a_job(happened):
-    ending, action, code, sentence = TABLE[happened]
-    decision = decide(ending)
+    state, action, code, sentence = TABLE[happened]
+    decision = decide(state)
     assert (decision.action, decision.exit_code) == (action, code)
     assert decision.sentence.startswith(sentence)
 
@@ -145,6 +144,7 @@ IN_PLACE = {  # {event: (state of the job, checkpoint of the last restart, wheth
 
 @pytest.mark.parametrize("happened", IN_PLACE)
 def test_when_ranks_start_again_in_place(happened):
-    """Ranks are restarted once for each new checkpoint."""
-    ending, restarted_from, expected = IN_PLACE[happened]
-    assert should_restart_ranks(ending, restarted_from) == expected
+    """Ranks are restarted within the job only after a failure of a rank or launcher, and once for each new
+    checkpoint."""
+    state, restarted_from, expected = IN_PLACE[happened]
+    assert should_restart_ranks(state, restarted_from) == expected

@@ -1,4 +1,4 @@
-"""The doctor reports a problem for each kind of incomplete environment."""
+"""Tests the checks of the doctor (mamba_fsdp.launch.checks): each kind of incomplete environment is reported."""
 
 import ctypes
 import sys
@@ -48,14 +48,14 @@ def test_efa_devices_need_a_library_that_nccl_looks_for(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("assigned", "verdict", "said"),
+    ("assigned", "verdict", "text"),
     [(0, "-", "0 GPUs"), (1, "ok", "1 GPU NVIDIA A100"), (2, "FAIL", "the driver shows 1")],
 )
-def test_gpus_that_slurm_assigned_must_be_shown_by_the_driver(assigned, verdict, said, monkeypatch):
+def test_gpus_that_slurm_assigned_must_be_shown_by_the_driver(assigned, verdict, text, monkeypatch):
     monkeypatch.setattr(machine, "list_driver_gpus", lambda: ["NVIDIA A100"])
     monkeypatch.setattr(machine, "count_assigned_gpus", lambda: assigned)
     found = Check("GPUs", checks.find_gpus).run()
-    assert found.verdict == verdict and said in found.text
+    assert found.verdict == verdict and text in found.text
 
 
 @pytest.mark.parametrize("capability, fits", [((9, 0), True), ((8, 9), True), ((10, 0), False)])

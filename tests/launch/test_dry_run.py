@@ -1,4 +1,4 @@
-"""A dry run describes the training and leaves no files, in each way to request it."""
+"""Tests `1.train.sbatch --dry_run` outside and inside a job: it describes the training and leaves no files."""
 
 import pytest
 
@@ -13,7 +13,7 @@ LAST_LINE = "\ndry run: nothing was trained\n"
 
 @pytest.fixture
 def project(tmp_path):
-    """A project with the real training program, data, and a run in progress."""
+    """Makes a project with the real training program, data, and a run in progress."""
     project = projects.make_project(tmp_path / "the project", training=None)
     projects.make_venv(project)
     write_store(project / "store", [range(1, 60)] * 99, vocab_size=64, eos=0, tokenizer="none")
@@ -23,7 +23,8 @@ def project(tmp_path):
 
 
 def listing(project):
-    """Returns the files of the project folder and of its parent with their times, without bytecode."""
+    """Returns {path: modification time} of everything in the parent of the project folder, without .venv and bytecode.
+    Folders have the time None."""
     found = {}
     for path in project.parent.rglob("*"):
         if "__pycache__" not in path.parts and ".venv" not in path.parts:
@@ -34,7 +35,7 @@ def listing(project):
 @pytest.mark.slow
 @pytest.mark.torch22
 @pytest.mark.parametrize(
-    "called, data, run, said",
+    "called, data, run, expected",
     [
         ("./1.train.sbatch", "store", "run", "\nsteps      3 "),
         (
@@ -46,7 +47,7 @@ def listing(project):
     ],
 )
 def test_a_dry_run_changes_no_files_and_counts_the_ranks_of_the_training(
-    project, called, data, run, said
+    project, called, data, run, expected
 ):
     (project.parent / "scratch").mkdir()
     (project.parent / "a_link").symlink_to(project / "1.train.sbatch")
@@ -57,13 +58,14 @@ def test_a_dry_run_changes_no_files_and_counts_the_ranks_of_the_training(
     done = run_program(*command, cwd=project, **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(LAST_LINE), done.stdout
-    assert said in done.stdout and "fsdp on 3 x cpu" in done.stdout
+    assert expected in done.stdout and "fsdp on 3 x cpu" in done.stdout
     assert listing(project) == before
 
 
 @pytest.mark.slow
 def test_in_a_job_it_starts_no_launcher_and_makes_no_files(project, tmp_path_factory):
-    """In a job with an image, the description is for the ranks of all nodes."""
+    """In a job with an image, a dry run describes the ranks of all nodes, starts no launcher, and leaves no files and
+    no container."""
     (project / "mamba-train.sqsh").write_bytes(SQUASHFS)
     cluster = make_cluster(tmp_path_factory.mktemp("cluster"), project)
     before = listing(project)

@@ -1,4 +1,5 @@
-"""The launcher's checks on the host: variables, the image or .venv, and a Python for the settings."""
+"""Tests mamba_fsdp.launch.host: the checks of variables, the choice of the image or .venv, and of a Python for the
+settings."""
 
 import os
 import re
@@ -49,7 +50,7 @@ def test_a_jobs_python_sees_this_project_and_no_other_packages(monkeypatch, give
 
 @pytest.fixture
 def here(launcher_project, monkeypatch):
-    """A project that the functions of host.py regard as their own."""
+    """Makes a project that the functions of host.py regard as their own."""
     monkeypatch.setattr(host, "PROJECT", str(launcher_project))
     return launcher_project
 
@@ -92,7 +93,8 @@ def test_an_environment_without_its_python_reads_no_settings(here):
 
 
 def test_an_environment_that_only_its_owner_can_read_is_not_called_missing(here, monkeypatch):
-    """Root can read everything, so the system's answer is replaced."""
+    """If the user can't read the .venv, the error suggests chmod. Root can read everything, so the result of os.access
+    is replaced."""
     venv = str(here / ".venv")
     monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(venv))
     with pytest.raises(LaunchError, match=re.escape(f"chmod -R a+rX {venv}")):

@@ -25,24 +25,25 @@ RUN = ["--save_ckpt_path=runs/a", "--use_dummy_dataset=true", "--num_steps=3"]
 
 @pytest.fixture
 def cluster(launcher_project, tmp_path):
-    """A cluster of two nodes. The project folder has a space in its name."""
+    """Makes a simulated cluster of two nodes. The project folder has a space in its name."""
     return make_cluster(tmp_path / "cluster", launcher_project)
 
 
 @pytest.fixture
 def image(launcher_project):
-    """Puts the default image in the project folder, so that jobs run in it."""
+    """Makes the default image in the project folder, so that jobs run in it."""
     (launcher_project / "mamba-train.sqsh").write_bytes(SQUASHFS)
 
 
 def describe_steps(asked, places):
-    """Returns the steps that a job has started with srun, sorted, with `places` replaced by names.
+    """Returns the arguments of each step that a job has started with srun, sorted, with `places` replaced by their
+    names.
 
-    A step is one line of arguments, or several if the line would be long.
+    A step is a list of lines of at most 120 characters.
     """
     lines = []
     for words in asked:
-        # This option is absent on a machine with the NVIDIA driver.
+        # The option --container-env is absent on a machine with the NVIDIA driver.
         line = " ".join(word for word in words if not word.startswith("--container-env="))
         for name, place in places.items():
             line = line.replace(str(place), name)
@@ -67,7 +68,7 @@ def ranks(*outcomes, **more):
     return {"OUTCOMES": json.dumps(outcomes), **more}
 
 
-def told(signal, at, state="RUNNING", **more):
+def signalled(signal, at, state="RUNNING", **more):
     """Returns the environment of a job that receives a signal during the command `at`."""
     return {"SIGNAL": signal, "AT": at, "JOB_STATE": state, **more}
 
@@ -77,7 +78,8 @@ def in_seconds(count):
 
 
 BY_SLURM = ["ended at start by Slurm or by a user"]
-ENDS = {  # event: (environment that causes it, exit code of the job, its last lines)
+# {event: (environment that causes it, exit code of the job, its last lines)}
+ENDS = {
     "all steps are done": (ranks({"status": "finished"}), 0, ["finished: {run}"]),
     "a rank fails once": (ranks(FAILED, {"status": "finished"}), 0, ["finished: {run}"]),
     "a node is lost": (
@@ -92,23 +94,22 @@ ENDS = {  # event: (environment that causes it, exit code of the job, its last l
     ),
     "a node is not fit": ({"PREFLIGHT": "1"}, 0, [AGAIN, "requeued"]),
     "a mistake that preflight finds": ({"PREFLIGHT": "2"}, 2, ["not queued again"]),
-    "USR1 in preflight": (told("USR1", "report"), 0, [AGAIN, "requeued"]),
-    "TERM in preflight": (told("TERM", "judge", "COMPLETING"), 143, BY_SLURM),
-    "USR1 in training": (told("USR1", TRAINING, **ranks(STOPPED)), 0, [AGAIN, "requeued"]),
+    "USR1 in preflight": (signalled("USR1", "report"), 0, [AGAIN, "requeued"]),
+    "TERM in preflight": (signalled("TERM", "judge", "COMPLETING"), 143, BY_SLURM),
+    "USR1 in training": (signalled("USR1", TRAINING, **ranks(STOPPED)), 0, [AGAIN, "requeued"]),
     "USR1 decades before the limit": (
-        told("USR1", TRAINING, END_TIME=in_seconds(68.5 * 365.25 * 86400), **ranks(STOPPED)),
+        signalled("USR1", TRAINING, END_TIME=in_seconds(68.5 * 365.25 * 86400), **ranks(STOPPED)),
         0,
         [AGAIN, "requeued"],
     ),
-    "TERM in training": (told("TERM", TRAINING, "PENDING", **ranks(STOPPED)), 143, BY_SLURM),
+    "TERM in training": (signalled("TERM", TRAINING, "PENDING", **ranks(STOPPED)), 143, BY_SLURM),
 }
 
 
 @pytest.mark.parametrize("happens", ENDS)
 def test_how_a_job_ends(cluster, image, launcher_project, happens):
-    """Files of the start are removed from the run folder. The restart count is kept only for a next
-    start.
-    """
+    """A job ends with the exit code and the lines of ENDS, and removes the files of its start from the run folder. The
+    restart count is kept only if the job is queued again."""
     how, code, last = ENDS[happens]
     (launcher_project / "logs/restarts_12").touch()  # another job was killed
     done, _, _ = cluster.submit(*RUN, **{"PREFLIGHT": "0", **how})
@@ -126,17 +127,16 @@ def test_how_a_job_ends(cluster, image, launcher_project, happens):
 
 
 def test_a_training_that_does_not_stop_in_time_is_queued_again_before_the_limit(cluster, image):
-    """Slurm would not restart a job that reaches its limit, so it is better to resume from an older
-    checkpoint.
-    """
-    told_late = told("USR1", TRAINING, OUTCOMES="[]", END_TIME=in_seconds(47))
-    done, _, _ = cluster.submit(*RUN, PREFLIGHT="0", **told_late)
+    """A job whose training does not stop in time is queued again before the time limit. Slurm would not restart a job
+    that reaches its limit, so it is better to resume from an older checkpoint."""
+    late = signalled("USR1", TRAINING, OUTCOMES="[]", END_TIME=in_seconds(47))
+    done, _, _ = cluster.submit(*RUN, PREFLIGHT="0", **late)
     assert done.returncode == 0 and "45 s before the time limit" in done.stdout, done.stdout
     assert done.stdout.endswith(f"{AGAIN}\nrequeued\n")
 
 
 def test_a_job_gives_up_after_so_many_starts_from_one_checkpoint(cluster, image, launcher_project):
-    """The count begins again with a newer checkpoint."""
+    """A job gives up after MAX_RESTARTS restarts from the same checkpoint. A newer checkpoint resets the count."""
     ends = []
     for restart in range(3):
         if restart == 1:
@@ -159,10 +159,11 @@ UNFIT = {  # {nodes that can't start a container: (exit code, message)}
 
 @pytest.mark.parametrize("nodes", UNFIT)
 def test_nodes_that_start_no_container(cluster, image, nodes):
-    """If one node fails, the job continues on others. If all nodes fail, the image is damaged."""
-    code, said = UNFIT[nodes]
+    """If the container fails on one node, the job is queued again. If it fails on all nodes, the image is damaged, and
+    the job ends."""
+    code, message = UNFIT[nodes]
     done, _, _ = cluster.submit(*RUN, BROKEN_NODES=nodes)
-    assert done.returncode == code and said in done.stdout, done.stdout
+    assert done.returncode == code and message in done.stdout, done.stdout
     assert done.stdout.endswith("requeued\n") == (code == 0)
 
 
@@ -171,7 +172,8 @@ def test_nodes_that_start_no_container(cluster, image, nodes):
 
 @pytest.mark.slow
 def test_what_a_job_asks_of_containers(cluster, image, launcher_project, tmp_path, golden):
-    """The job runs under nsys, and its data contains links to folders outside the project.
+    """The steps of a job under nsys have the arguments in steps.yaml. Its data contains links to folders outside the
+    project, which are mounted.
 
     Once there is a checkpoint, the folder from which the run was initialised can be missing, and is not mounted.
     """
@@ -188,7 +190,8 @@ def test_what_a_job_asks_of_containers(cluster, image, launcher_project, tmp_pat
     environment = {"PROFILE": "nsys", "MOUNTS": f"{lustre}/more", "PREFLIGHT": "0"}
     done, asked, _ = cluster.submit(*words, "--dataset_path=corpus", **environment)
     assert done.returncode == 0 and done.stdout.endswith(f"finished: {run}\n"), done.stdout
-    for node in ("node1", "node2"):  # Pyxis removes it with the job
+    # Pyxis removes this container with the job.
+    for node in ("node1", "node2"):
         assert cluster.containers(node) == ["pyxis_77_mamba-train-77.0"]
     places = {"PROJECT": launcher_project, "LUSTRE": lustre, "FOLDER": tmp_path}
     golden.check_entry(
@@ -201,10 +204,9 @@ def test_what_a_job_asks_of_containers(cluster, image, launcher_project, tmp_pat
 def test_a_first_try_makes_its_corpus_and_leaves_no_container(
     cluster, image, launcher_project, golden
 ):
-    """The job has no arguments and runs in a fresh checkout.
+    """A job without arguments in a fresh checkout makes its data and trains, with the steps in steps.yaml.
 
-    If Pyxis keeps containers, the job removes its own containers, and the containers of ended jobs. PROFILE=torch becomes
-    a setting.
+    If Pyxis keeps containers, the job removes its own and those of ended jobs. PROFILE=torch becomes a setting.
     """
     used = ["pyxis_mamba-train-78.0", "pyxis_mamba-train-79.1", "pyxis_of-someone"]
     for name in ("pyxis_mamba-train-12.3", *used):
@@ -223,7 +225,8 @@ def test_a_first_try_makes_its_corpus_and_leaves_no_container(
 
 @pytest.mark.slow
 def test_a_check_ends_before_the_training(cluster, launcher_project):
-    """The check runs on a free node, tokenizes there, and leaves no files."""
+    """`1.train.sbatch --check` checks the nodes, tokenizes on a free one, and ends without training and without
+    files."""
     script = launcher_project / "1.train.sbatch"
     check = [script, "--check", "--save_ckpt_path=runs/a"]
     done = run_program(*check, **cluster.environment)
@@ -264,7 +267,8 @@ exec {sys.executable} "$@"
 def test_settings_are_read_on_a_host_without_an_environment_or_else_in_the_image(
     cluster, image, launcher_project
 ):
-    """With the host's own Python, a mistake is reported before any node unpacks the image."""
+    """Without a .venv, the settings are read with the host's own Python, so that a mistake is reported before any node
+    unpacks the image. If this Python has no PyYAML, they are read in the image."""
     environment = (
         launcher_project / ".environment"
     )  # the environment in the image; the host does not see it
@@ -334,15 +338,16 @@ def test_a_removal_lasts_for_as_long_as_it_makes_progress(project, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "asked, left, granted",
+    "signal, seconds_left, granted",
     [
         ("", 100.0, 3600.0),
         ("TERM", 100.0, 10.0),
         ("USR1", 100.0, 55.0),
         ("USR1", 40.0, 10.0),
-        ("USR1", None, 10.0),  # an overloaded controller does not answer
+        ("USR1", None, 10.0),  # None: an overloaded controller does not answer
     ],
 )
-def test_a_removal_ends_before_slurm_ends_the_job(asked, left, granted):
-    """The time must suffice to queue the job again after USR1."""
-    assert seconds_for_removal(asked, left) == granted
+def test_a_removal_ends_before_slurm_ends_the_job(signal, seconds_left, granted):
+    """A removal of containers ends early enough to queue the job again after USR1, and before Slurm kills the job after
+    TERM."""
+    assert seconds_for_removal(signal, seconds_left) == granted

@@ -1,4 +1,4 @@
-"""./1.train.sbatch outside Slurm, with a training program that only counts its steps."""
+"""Tests ./1.train.sbatch outside Slurm, with a training program that only counts its steps."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def launch(project, *settings, **environment):
 
 
 def train(project, *settings, **environment):
-    """Runs a training. Returns (exit code, output)."""
+    """Runs a training to its end. Returns (exit code, output)."""
     return finish(launch(project, *settings, **environment))
 
 
@@ -40,7 +40,8 @@ def wait_for_status(run):
 def test_each_gpu_has_a_rank_with_unchanged_settings_and_the_first_error_is_printed_last(
     launcher_project, tmp_path
 ):
-    """The temporary folder is removed at the end."""
+    """The launcher starts a rank for each GPU, passes settings with spaces and quotes unchanged, ends with the first
+    error, and removes its temporary folder."""
     smi = "#!/bin/sh\nfor i in 1 2 3; do echo 'NVIDIA Fake 4GB'; done\n"
     write_program(tmp_path / "commands/nvidia-smi", smi)
     (tmp_path / "scratch").mkdir()
@@ -66,7 +67,7 @@ def test_each_gpu_has_a_rank_with_unchanged_settings_and_the_first_error_is_prin
 INTERRUPTED = """
 def resolve_settings(*_):
     import os, signal
-    for process in (os.getppid(), os.getpid()):  # a terminal tells both
+    for process in (os.getppid(), os.getpid()):  # a terminal signals both processes
         os.kill(process, signal.SIGINT)
 """
 
@@ -75,15 +76,17 @@ def test_ctrl_c_while_the_settings_are_read_ends_at_once(launcher_project):
     with open(launcher_project / "mamba_fsdp/settings/resolve.py", "a") as module:
         module.write(INTERRUPTED)
     code, output = train(launcher_project, *ENDLESS)
-    assert code in (130, -signal.SIGINT)  # a shell reports 130 for both
+    assert code in (130, -signal.SIGINT)  # a shell reports 130 in both cases
     assert output == "\nstopped by Ctrl-C\n", output
     assert "Traceback" not in output and not (launcher_project / "runs").exists()
 
 
 @pytest.mark.slow
 def test_paths_are_relative_to_the_working_directory(launcher_project, tmp_path):
-    """The files have no execute permission, as after unpacking a ZIP file. PYTHONHOME is set, as by
-    some module files, and TMPDIR does not exist.
+    """Paths in settings are relative to the working directory, from which the script is called here.
+
+    The script has no execute permission, as after unpacking a ZIP file. PYTHONHOME is set, as by some module files, and
+    TMPDIR does not exist.
     """
     script = launcher_project / "1.train.sbatch"
     script.chmod(0o644)
@@ -115,7 +118,8 @@ BEFORE_THE_FIRST_STEP = [
 @pytest.mark.slow
 @pytest.mark.parametrize("program, number", BEFORE_THE_FIRST_STEP)
 def test_a_signal_before_the_first_step_ends_at_once(launcher_project, program, number):
-    """A status of an earlier run does not change that. The exit code contains the signal number."""
+    """A signal before the first step ends the launcher at once, with the exit code 128 + signal, even if the status of
+    an earlier start is `running`."""
     (launcher_project / "runs/a").mkdir(parents=True)
     (launcher_project / "runs/a/status.json").write_text('{"status": "running", "reason": ""}')
     file = launcher_project / program
@@ -128,7 +132,8 @@ def test_a_signal_before_the_first_step_ends_at_once(launcher_project, program, 
 
 @pytest.mark.slow
 def test_a_request_to_stop_commits_a_checkpoint_and_prints_how_to_resume(launcher_project):
-    """A STOP file that existed before the start is ignored."""
+    """After SIGTERM, the run commits a checkpoint, and the last line contains the command that resumes. A STOP file
+    that existed before the start is ignored."""
     run = launcher_project / "runs/a b"
     run.mkdir(parents=True)
     (run / "STOP").write_text("old")
@@ -171,7 +176,8 @@ def assert_stopped(project, reason):
 def test_a_closed_terminal_and_a_dead_reader_stop_the_run_with_a_checkpoint(
     launcher_project, terminal, reason, reader
 ):
-    """In `./1.train.sbatch | tee log`, Ctrl-C also ends tee, so that later output has no reader."""
+    """The run stops with a checkpoint if its terminal closes, or if Ctrl-C also ends the reader of its output. In
+    `./1.train.sbatch | tee log`, Ctrl-C ends tee, so later output has no reader."""
     command = f"./1.train.sbatch {' '.join(ENDLESS)} 2>&1{reader}"
     process = terminal.start(["bash", "-c", command], cwd=launcher_project)
     wait_for_status(launcher_project / "runs/a")
@@ -199,7 +205,8 @@ sys.exit(1)
 def test_a_rank_that_fails_is_restarted_in_place_unless_the_user_made_a_mistake(
     launcher_project,
 ):
-    """The error of a single rank is not repeated. test_decision.py tests when ranks are restarted."""
+    """A rank that fails is restarted by its launcher, but not after a user error, which is then the last line.
+    test_decision.py tests when ranks are restarted."""
     (launcher_project / "training.py").write_text(COMMITS_AND_DIES)
     code, output = train(launcher_project, RUN)
     (again,) = [line for line in output.splitlines() if line.startswith("restarts   ")]
@@ -208,7 +215,8 @@ def test_a_rank_that_fails_is_restarted_in_place_unless_the_user_made_a_mistake(
     assert code == 2 and output.splitlines()[-1] == "error: a mistake"
 
 
-MISTAKES = {  # (change of the project, command line): message
+# {(shell command in the project, command-line argument): part of the message}
+MISTAKES = {
     ("mkdir store; touch store/index.json", "--save_ckpt_path=store"): "store is not a run folder",
     ("true", "--num_stepss=3"): "did you mean num_steps",
     ("true", "--save_ckpt_path=training.py"): "error: save_ckpt_path",
@@ -217,9 +225,8 @@ MISTAKES = {  # (change of the project, command line): message
 
 @pytest.mark.parametrize("done, typed", MISTAKES)
 def test_mistakes_are_reported_in_a_line_or_two(launcher_project, done, typed):
-    """The message appears before any file is made. test_host.py and
-    tests/verbs/test_refused_words.py list the mistakes.
-    """
+    """A user error is reported in at most two lines, before any file is made. test_host.py and
+    tests/verbs/test_refused_words.py contain more user errors."""
     subprocess.run(done, shell=True, check=True, cwd=launcher_project)
     before = sorted(launcher_project.iterdir())
     code, output = train(launcher_project, typed)
@@ -229,7 +236,7 @@ def test_mistakes_are_reported_in_a_line_or_two(launcher_project, done, typed):
 
 
 def states(project):
-    """Returns the process states of the project's ranks as in /proc, where T means stopped."""
+    """Returns the process states of the project's ranks as in /proc; T is a stopped process."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -243,10 +250,11 @@ def states(project):
 
 @pytest.mark.slow
 def test_ctrl_z_suspends_the_ranks_until_the_job_continues(launcher_project):
-    """The ranks have their own sessions, so the terminal's signals do not reach them.
+    """Ctrl-Z stops the processes of the ranks, and SIGCONT continues them. The ranks have their own sessions, so the
+    terminal's signals do not reach them directly.
 
-    Then Ctrl-C stops the run with a checkpoint, even if the window closes. Both the kernel and the shell send a signal
-    when that happens.
+    After that, Ctrl-C stops the run with a checkpoint, even if the window closes meanwhile, for which both the kernel
+    and the shell send SIGHUP.
     """
     environment = {"PROCESSES_PER_NODE": "2", "FAKE_COMMIT_SECONDS": "2"}
     process = launch(launcher_project, *ENDLESS, **environment)
@@ -266,7 +274,8 @@ def test_ctrl_z_suspends_the_ranks_until_the_job_continues(launcher_project):
 
 
 NAMELESS = 'hostname no-such-name; exec "$@"'
-NETWORKS = {  # command that makes the network: error message, if any
+# {command that makes the network: part of the error message, or ""}
+NETWORKS = {
     ("unshare", "--uts", "--net", "bash", "-c", "ip link set lo up; " + NAMELESS, ""): "",
     ("unshare", "--uts", "--net", "bash", "-c", NAMELESS, ""): "enable it: ip link set lo up",
     (
@@ -283,7 +292,8 @@ NETWORKS = {  # command that makes the network: error message, if any
 def test_the_ranks_of_one_machine_connect_even_if_its_name_has_no_address(
     launcher_project, network
 ):
-    """By default, torchrun tries for minutes to reach the machine by its name."""
+    """The ranks of one machine connect even if its host name can't be resolved. By default, torchrun tries for minutes
+    to reach the machine by its name."""
     if run_program(*network, "true").returncode:
         pytest.skip("this user may not make such a network")
     command = [*network, "timeout", "--kill-after=5", "60", "./1.train.sbatch"]

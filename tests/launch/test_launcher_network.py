@@ -1,4 +1,4 @@
-"""The variables for NCCL and libfabric that the launcher sets for the devices of a node."""
+"""Tests the variables for NCCL and libfabric that 1.train.sbatch sets on a node."""
 
 import os
 import subprocess
@@ -17,7 +17,8 @@ SOCKETS = {"NCCL_SOCKET_IFNAME": "^docker,lo,veth"}
 EFA = {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0", "FI_EFA_SET_CUDA_SYNC_MEMOPS": "0"}
 OWN = {"NCCL_SOCKET_IFNAME": "eth1", "FI_EFA_USE_HUGE_PAGE": "1"}
 LISTED = "\tlibnccl-net-ofi.so (libc6,x86-64) => /opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so\n"
-PLUGINS = {  # (libraries that ldconfig lists, variables that are set): the expected NCCL_NET_PLUGIN
+# {case: (libraries that ldconfig lists, variables that the user has set, the expected NCCL_NET_PLUGIN)}
+PLUGINS = {
     "by its own name": ("\tlibnccl-net.so (libc6) => a\n" + LISTED, {}, None),
     "by another name alone": (LISTED, {}, "ofi"),
     "a version, which NCCL does not ask for": (
@@ -28,7 +29,8 @@ PLUGINS = {  # (libraries that ldconfig lists, variables that are set): the expe
     "none": ("", {}, None),
     "what the user has set": (LISTED, {"NCCL_NET_PLUGIN": "mine"}, "mine"),
 }
-NODES = {  # (drivers of the network devices, output of nvidia-smi, variables that are set): the expected variables
+# {case: (drivers of the network devices, output of nvidia-smi, variables that are set, the expected variables)}
+NODES = {
     "EFA": (["efa"] * 4, "", IN_A_JOB, {"EFA_COUNT": "4"} | SOCKETS | EFA),
     "InfiniBand and NVLink": (["mlx5_core"], GPU + "\t Link 0: 26.562 GB/s", IN_A_JOB, SOCKETS),
     "no NVLink": (["mlx5_core"], GPU, IN_A_JOB, {"NCCL_SHM_USE_CUDA_MEMCPY": "1"} | SOCKETS),
@@ -38,10 +40,9 @@ NODES = {  # (drivers of the network devices, output of nvidia-smi, variables th
 
 
 def node_command(project, folder, drivers):
-    """command(**environment) -> the environment of a command on a node.
+    """Returns a function command(**environment) that returns the environment of a command on a node.
 
-    The node has one network device for each driver, and the programs in folder/bin. It has no
-    libraries.
+    The node has one network device for each driver, and the programs in folder/bin. Its ldconfig lists no libraries.
     """
     for number, driver in enumerate(drivers):
         (folder / "drivers" / driver).mkdir(parents=True, exist_ok=True)
@@ -54,18 +55,19 @@ def node_command(project, folder, drivers):
     def command(**given):
         path = f"{folder}/bin:{os.environ['PATH']}"
         on_node = {"PATH": path, "MAMBA_TRAIN_NODE": "1", **given}
-        said = subprocess.check_output([script, "env"], env=on_node, text=True)
-        return dict(line.split("=", 1) for line in said.splitlines())
+        output = subprocess.check_output([script, "env"], env=on_node, text=True)
+        return dict(line.split("=", 1) for line in output.splitlines())
 
     return command
 
 
 @pytest.mark.parametrize("node", NODES)
 def test_a_node_gets_the_settings_of_its_devices_and_no_obsolete_ones(project, tmp_path, node):
-    """NCCL uses copy engines for its shared memory only if the GPUs have no NVLink."""
-    drivers, said, given, expected = NODES[node]
+    """The variables for NCCL and libfabric are exactly the ones that the devices of the node need. NCCL uses copy
+    engines for its shared memory only if the GPUs have no NVLink."""
+    drivers, smi_output, given, expected = NODES[node]
     command = node_command(project, tmp_path, drivers)
-    smi = f"echo '{said}'" if said else "exit 9"
+    smi = f"echo '{smi_output}'" if smi_output else "exit 9"
     write_program(tmp_path / "bin/nvidia-smi", f"#!/bin/sh\n{smi}\n")
     pairs = command(**given)
     found = {name: value for name, value in pairs.items() if name.startswith(NETWORK)}
@@ -74,7 +76,8 @@ def test_a_node_gets_the_settings_of_its_devices_and_no_obsolete_ones(project, t
 
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_nccl_is_told_of_a_plugin_that_it_does_not_look_for(project, tmp_path, plugin):
-    """Without the variable, NCCL would silently use TCP."""
+    """NCCL_NET_PLUGIN is set if NCCL would not find the plugin by its default name. NCCL would then silently use
+    TCP."""
     listed, given, expected = PLUGINS[plugin]
     command = node_command(project, tmp_path, ["efa"])
     write_program(tmp_path / "bin/ldconfig", f"#!/bin/sh\nprintf '{listed}'\n")

@@ -1,4 +1,4 @@
-"""mamba_fsdp.launch.node: how the ranks of a node end and restart, and the environment that they get."""
+"""Tests mamba_fsdp.launch.node: how the ranks of a node end and restart, and the environment that they get."""
 
 import json
 import os
@@ -30,7 +30,8 @@ from tests.support.processes import run_program
 @pytest.mark.slow
 @pytest.mark.torch22
 def test_a_node_that_can_not_reach_the_first_one_reports_it(project, tmp_path):
-    """The rendezvous is static, as in Kubernetes, where the first node has a fixed number."""
+    """A node that can't reach the first node exits with a message instead of a traceback. The rendezvous is static, as
+    in Kubernetes, where the first node has a fixed rank."""
     words = ["--nnodes=2", "--node-rank=1", "--rdzv-backend=static", "--rdzv-conf=timeout=1"]
     words += ["--master-addr=127.0.0.1", "--master-port=1", "training.py"]
     launcher = [sys.executable, "-m", "mamba_fsdp.launch.node", tmp_path / "run"]
@@ -45,35 +46,38 @@ FAILURE = Failure("a", rank=3, exit_code=74, was_killed=False, time=2.0, reason=
 
 
 @pytest.mark.parametrize(
-    "name, stays, said",
+    "name, kept_files, output",
     [
         ("77.0", [names.RESOLVED], "restarts   the ranks after the loss of a node\n"),
         (node.DEFAULT_RUN_ID, [], ""),
     ],
 )
-def test_files_of_an_earlier_start_are_removed(tmp_path, capsys, monkeypatch, name, stays, said):
-    """With an ID, Slurm has started the step again to replace a node that failed.
+def test_files_of_an_earlier_start_are_removed(
+    tmp_path, capsys, monkeypatch, name, kept_files, output
+):
+    """The first node removes failures and outcome of an earlier start from the folder of its start.
 
-    Without an ID, the files can come from any start, including one of another version. Only the
-    first node removes them.
+    With an ID of Slurm, Slurm has started the step again to replace a node that failed, and the settings are kept.
+    Without an ID, the files can come from any start, including one of another version, and all are removed.
     """
     folder = tmp_path / name
     folder.mkdir()
-    for left in ("a.json", names.OUTCOME, names.RESOLVED):
-        (folder / left).write_text('{"of": "another version"}')
+    for file in ("a.json", names.OUTCOME, names.RESOLVED):
+        (folder / file).write_text('{"of": "another version"}')
     monkeypatch.setenv("SLURM_NODEID", "1")
     node.remove_earlier_outcome(folder)
     assert len(list(folder.iterdir())) == 3
     monkeypatch.setenv("SLURM_NODEID", "0")
     node.remove_earlier_outcome(folder)
-    assert capsys.readouterr().out == said
-    assert [path.name for path in folder.glob("*")] == stays
+    assert capsys.readouterr().out == output
+    assert [path.name for path in folder.glob("*")] == kept_files
 
 
 FIRST = "rank 3 on a failed first.\nError: no more\n"
 MEANWHILE = "error: not restarted: the file STOP requested the end of the run, but a rank failed before it had stopped\n"
 SUMMARY = "rank 3 on a: Error: no more"
-OUTCOMES = {  # (status, reason, whether a rank failed, whether the file STOP exists): (outcome, exit code outside Slurm)
+# {(status, reason, whether a rank failed, whether the file STOP exists): (outcome, exit code outside Slurm)}
+OUTCOMES = {
     ("finished", "", False, False): (TrainingOutcome("finished"), 0),
     ("stopped", "STOP file", False, True): (TrainingOutcome("stopped", stop_file=True), 0),
     ("stopped", "enough of it", False, False): (TrainingOutcome("stopped", stop_file=True), 0),
@@ -86,10 +90,11 @@ OUTCOMES = {  # (status, reason, whether a rank failed, whether the file STOP ex
 
 @pytest.mark.parametrize("found", OUTCOMES)
 def test_how_the_training_ended(tmp_path, capsys, found):
-    """A node that shuts down sends SIGTERM to its launcher, and the job has to continue elsewhere.
+    """The outcome follows from status.json, the first failure and the file STOP, and determines the exit code outside
+    Slurm.
 
-    Outside Slurm, the exit code of each node shows how it ended. A STOP file must survive a
-    restart.
+    A node that shuts down sends SIGTERM to its launcher, and the job has to continue elsewhere. After a restart, a file
+    STOP must still be effective.
     """
     status, reason, has_failed, is_asked = found
     outcome, code = OUTCOMES[found]
@@ -97,17 +102,16 @@ def test_how_the_training_ended(tmp_path, capsys, found):
     if is_asked:
         (tmp_path / names.STOP).touch()
     failure = FAILURE if has_failed else None
-    seen = node.build_outcome(tmp_path, tmp_path / "starts/77.0", failure, error_is_printed=False)
-    assert seen == outcome
+    built = node.build_outcome(tmp_path, tmp_path / "starts/77.0", failure, error_is_printed=False)
+    assert built == outcome
     assert node.print_outcome(outcome) == code
     assert capsys.readouterr().err == outcome.error + (MEANWHILE if code == 2 else "")
 
 
 @pytest.mark.parametrize("is_of_this_start", [True, False])
 def test_a_run_that_is_finished_stays_so_if_a_rank_fails_while_it_exits(tmp_path, is_of_this_start):
-    """The status `finished` does not count if an earlier start has written it and this start failed
-    before it could.
-    """
+    """The status `finished` of this start counts even if a rank fails while it exits. The status of an earlier start
+    does not count."""
     folder = tmp_path / "starts/77.0"
     folder.mkdir(parents=True)
     settings = folder / names.RESOLVED
@@ -124,8 +128,8 @@ def test_an_error_that_a_rank_printed_is_not_repeated_and_a_start_can_have_its_o
     folder = tmp_path / "77.0"
     folder.mkdir()
     (folder / names.STOP).touch()
-    said = node.build_outcome(tmp_path, folder, FAILURE, error_is_printed=True)
-    assert (said.status, said.stop_file, said.error) == ("stopped", False, "")
+    outcome = node.build_outcome(tmp_path, folder, FAILURE, error_is_printed=True)
+    assert (outcome.status, outcome.stop_file, outcome.error) == ("stopped", False, "")
     killed = replace(FAILURE, was_killed=True)
     assert node.build_outcome(tmp_path, folder, killed, error_is_printed=True).error == FIRST
 
@@ -135,9 +139,9 @@ def test_an_outcome_that_can_not_be_written_is_printed(tmp_path, capsys):
     assert node.publish_outcome(tmp_path, outcome, FAILURE) == 74
     assert TrainingOutcome(**json.loads((tmp_path / names.OUTCOME).read_text())) == outcome
     nowhere = tmp_path / names.OUTCOME / "is a file"
-    said = f"error: can't write {nowhere}/{names.OUTCOME}\n"
+    error = f"error: can't write {nowhere}/{names.OUTCOME}\n"
     assert node.publish_outcome(nowhere, outcome, FAILURE) == 74
-    assert capsys.readouterr().err == said + FIRST
+    assert capsys.readouterr().err == error + FIRST
     assert node.publish_outcome(nowhere, TrainingOutcome("finished"), None) == 74, "the others wait"
 
 
@@ -146,7 +150,7 @@ def test_an_outcome_that_can_not_be_written_is_printed(tmp_path, capsys):
     [("3", 3), ("auto", 1), ("", 1)],
 )
 def test_ranks_of_a_node(monkeypatch, given, ranks):
-    """PROCESSES_PER_NODE overrides the numProcPerNode of a TrainJob. The latter is `auto` on a node with GPUs."""
+    """PROCESSES_PER_NODE overrides a TrainJob's numProcPerNode, which is `auto` on a node with GPUs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("PET_NPROC_PER_NODE", given)
     assert processes_per_node() == ranks
@@ -166,9 +170,8 @@ CODES = {0: 0, 1: 129, 2: 2, 74: 129, 137: 137, 143: 143}
 
 @pytest.mark.parametrize("code", CODES)
 def test_exit_codes_for_which_pytorchjob_restarts(monkeypatch, code):
-    """RESTART_EXIT_CODE replaces smaller exit codes of failures of the launcher and the storage,
-    but not of user errors.
-    """
+    """RESTART_EXIT_CODE replaces smaller exit codes of failures of the launcher and the storage, but not of user
+    errors."""
     monkeypatch.setattr(node, "main", lambda *_: code)
     assert node.start(["run"]) == code
     monkeypatch.setenv("RESTART_EXIT_CODE", "129")
@@ -187,23 +190,25 @@ def test_an_error_of_the_launcher_itself_is_one_line(monkeypatch, capsys):
 def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
     later = replace(FAILURE, rank=4, time=3.0)
     killed = replace(FAILURE, rank=5, time=4.0, was_killed=True)
-    # The clock of this node is behind.
+    # This failure has an earlier time than its cause, because the clock of its node is behind.
     misses_others = replace(FAILURE, rank=None, time=1.0)
     for failure in (later, FAILURE, misses_others):
         node.write_shared_json(tmp_path / f"{failure.rank}.json", asdict(failure))
-    (tmp_path / "gone.json").symlink_to("nowhere")  # a file that was removed after it was listed
+    # Reading a broken link fails like reading a file that was removed after it was listed.
+    (tmp_path / "gone.json").symlink_to("nowhere")
     (tmp_path / "other.json").write_text('{"of": "another version"}')
     assert first_failure(tmp_path) == FAILURE
     node.write_shared_json(tmp_path / "5.json", asdict(killed))
     assert first_failure(tmp_path) == killed
-    # The other ranks fail because of a sick node.
+    # A faulty node is the cause of the failures of other ranks, even if its own failure is later.
     sick = replace(FAILURE, rank=6, time=5.0, exit_code=EXIT_NODE_FAULT)
     node.write_shared_json(tmp_path / "6.json", asdict(sick))
     assert first_failure(tmp_path) == sick
 
 
 def test_a_rank_that_is_killed_after_its_error_has_failed_by_itself(tmp_path, monkeypatch):
-    """Another rank had failed at the same moment. A user error must not count as a crash."""
+    """A rank that has reported a user error and is then killed counts as failed with that error, because a user error
+    must not count as a crash. The launcher kills it if another rank fails at the same moment."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
     write_torchrun_error(UserError("a mistake"))
     killed = ProcessFailure(0, 1, -signal.SIGKILL, str(tmp_path / "error"))
@@ -213,7 +218,8 @@ def test_a_rank_that_is_killed_after_its_error_has_failed_by_itself(tmp_path, mo
 
 
 def test_a_traceback_is_summarised_by_its_exception(tmp_path, monkeypatch):
-    """nodes.jsonl contains the summary as the reason why the node is sick."""
+    """The summary of a failure contains only the exception of its traceback. nodes.jsonl contains this summary as the
+    reason why the node is sick."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
     try:
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with ...")
@@ -232,7 +238,8 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 @pytest.fixture
 def environment(monkeypatch, tmp_path):
-    """environment(**given) -> the environment of a launcher's ranks if the launcher has the given one."""
+    """Returns a function environment(**given) that returns the environment which a launcher with the given one makes
+    for its ranks."""
 
     def of(**given):
         monkeypatch.setattr(os, "environ", given)
@@ -254,9 +261,8 @@ def test_caches_outlive_the_job_and_variables_of_the_user_are_kept(environment, 
 
 
 def test_the_image_does_not_set_variables_of_the_launcher(environment, project):
-    """The launcher does not override variables, so the ENV of the image must not set, for example,
-    a cache in /tmp.
-    """
+    """The ENV of the image does not set variables of the launcher, for example a cache in /tmp, because the launcher
+    does not override variables."""
     found = environment()
     (block,) = re.findall(r"^ENV ((?:.*\\\n)*.*)$", (project / "Dockerfile").read_text(), re.M)
     in_image = dict(re.findall(r"(\w+)=(\S+)", block))
@@ -266,7 +272,8 @@ def test_the_image_does_not_set_variables_of_the_launcher(environment, project):
 
 @pytest.mark.parametrize("own", ALLOCATOR)
 def test_the_allocator_has_expandable_segments(environment, own):
-    """This applies unless the user has configured the allocator with either variable."""
+    """The launcher makes torch's allocator use expandable segments, unless the user has configured the allocator with
+    either variable."""
     assert {environment()[name] for name in ALLOCATOR} == {"expandable_segments:True"}
     found = environment(**{own: "mine"})
     assert [found[name] for name in ALLOCATOR if name in found] == ["mine"]
@@ -275,7 +282,8 @@ def test_the_allocator_has_expandable_segments(environment, own):
 def test_the_rank0_cache_writer_is_used_if_it_is_installed(
     environment, monkeypatch, tmp_path, project
 ):
-    """Triton 3.4 and newer need a variable for it. The image sets it, but .venv does not."""
+    """The launcher sets TRITON_CACHE_MANAGER to the Rank0CacheManager if it is installed, and keeps a value of the
+    user. Triton 3.4 and newer need this variable, and without an image, nothing else sets it."""
     for name in ("triton/__init__.py", "triton/runtime/rank0_cache.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

@@ -1,6 +1,4 @@
-"""./1.train.sbatch with the real training program, when its window or reader goes away and when it
-is killed.
-"""
+"""Tests ./1.train.sbatch with the real training program, if its window or reader goes away and if it is killed."""
 
 import contextlib
 import os
@@ -27,7 +25,7 @@ SETTINGS = TINY | {
     "eval_batches": -1,
     "checkpoint_interval": 100_000,
 }
-# A rank spins while the file spins-RANK exists, and makes the file spins-RANK-seen then.
+# While the file spins-RANK exists, the rank hangs in a loop of Python, and makes the file spins-RANK-seen.
 SPINS = """
 
 import time
@@ -70,7 +68,8 @@ def make_spin(project, rank):
 
 @pytest.fixture
 def command(project):
-    """command(steps) -> the command that trains this number of steps in project/run, a new folder."""
+    """Returns a function command(steps) that returns the command which trains this number of steps in project/run.
+    Removes an earlier run."""
     clear(project)
     if not (project / "store").exists():
         document = np.random.default_rng(0).integers(1, 64, 20_000)
@@ -80,7 +79,8 @@ def command(project):
 
 @pytest.fixture
 def start(project, command, tmp_path):
-    """start(*arguments, **environment) -> a launcher that trains with two ranks.
+    """Returns a function start(*words, **environment) that starts a launcher with two ranks, and returns it after six
+    entries of metrics.jsonl.
 
     Its temporary files are in tmp_path/scratch and its output in tmp_path/log.
     """
@@ -105,7 +105,8 @@ def start(project, command, tmp_path):
 
 
 def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, start, tmp_path):
-    """The run must not be shown as running either."""
+    """If a rank dies after Ctrl-C and before it stops, ranks are not restarted, and the status of the run does not stay
+    `running`."""
     process = start("--checkpoint_interval=5")
     wait_until(lambda: list(project.glob("run/checkpoints/*/COMMIT")))
     make_spin(project, 1)
@@ -113,9 +114,9 @@ def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, 
     wait_until(lambda: list(project.glob("run/starts/*/STOP")))
     os.kill(tree_of(tmp_path / "scratch")["rank 0"], signal.SIGKILL)
     assert process.wait(400) == 128 + signal.SIGKILL
-    said = (tmp_path / "log").read_text()
-    assert "fsdp on 2 x cpu" in said and "restarts   the ranks" not in said, said
-    first, reason, last = said.splitlines()[-3:]
+    output = (tmp_path / "log").read_text()
+    assert "fsdp on 2 x cpu" in output and "restarts   the ranks" not in output, output
+    first, reason, last = output.splitlines()[-3:]
     assert first.startswith("rank 0 on ") and first.endswith(" failed first.")
     assert "killed by SIGKILL. The most likely cause is that the node ran out of memory" in reason
     assert last.startswith("to resume from step_")
@@ -124,7 +125,8 @@ def test_ctrl_c_is_not_forgotten_when_a_rank_dies_before_its_step_ends(project, 
 
 
 def test_a_run_with_nohup_continues_without_its_terminal_and_its_reader(project, command, terminal):
-    """The window closes exactly when the run would take its first step."""
+    """Under nohup, a run finishes although its window closes and the reader of its output exits. The window closes just
+    before the first step."""
     words = " ".join(["nohup", *command(40)]) + " 2>&1 | head -5 > log"
     (project / "spins-0").touch()
     terminal.start(["bash", "-c", words], cwd=project)
@@ -136,7 +138,7 @@ def test_a_run_with_nohup_continues_without_its_terminal_and_its_reader(project,
 
 
 def tree_of(scratch):
-    """Returns {name of the script, the launcher or a rank: pid} of the processes with a TMPDIR in this folder."""
+    """Returns {"the script", "the launcher" or "rank N": pid} of the processes whose TMPDIR is in this folder."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -157,7 +159,8 @@ def shared_memory_of(tree):
 
 @pytest.mark.parametrize("number", range(KILLS))
 def test_kill_9_of_any_process_leaves_nothing(project, start, tmp_path, number):
-    """No process remains, and no file in TMPDIR or /dev/shm, even if a rank hangs.
+    """After SIGKILL of any process of a run, no process remains, and no file in TMPDIR or /dev/shm, even if a rank
+    hangs.
 
     KILLS=60 kills each process in each state of another rank five times.
     """

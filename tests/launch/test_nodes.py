@@ -1,4 +1,5 @@
-"""The selection of the nodes that train, the detection of lost nodes, and their record."""
+"""Tests mamba_fsdp.launch.nodes, node_watch and run.node_record: the selection of the nodes that train, the detection
+of lost nodes, and their record."""
 
 import json
 import os
@@ -18,7 +19,8 @@ from tests.launch.test_decision import CRASHED, ended
 from tests.support.processes import wait_until, write_program
 
 NODES_OF_JOB = ["n1", "n2", "n3", "n4"]
-CHOICES = {  # (spare nodes, minimal number, lost nodes, sick in an earlier start): the nodes that train
+# {(spare nodes, minimal number of nodes, lost nodes, nodes that were sick in an earlier start): the nodes that train}
+CHOICES = {
     (0, 0, "", ""): "n1 n2 n3 n4",
     (0, 0, "n2", ""): "",
     (1, 0, "", ""): "n1 n2 n3",
@@ -41,17 +43,19 @@ def test_which_nodes_train(case):
 
 
 @pytest.mark.parametrize(
-    "batch, left, count",
+    "batch, remaining, count",
     [
-        (Batch(0, 6, 1), ["n1", "n2", "n3"], 3),  # 48 samples, first on 8 ranks and then on 6
+        (Batch(0, 6, 1), ["n1", "n2", "n3"], 3),  # 6 ranks can divide the 48 samples of 8 ranks
         (Batch(64, 1, 1), ["n1", "n2", "n3"], 2),  # 6 ranks can't divide 64 samples
         (Batch(63, 1, 1), ["n1", "n2"], 0),
         (Batch(64, 1, 4), ["n1", "n2", "n3"], 2),  # 6 ranks can't be divided into groups of 4
     ],
 )
-def test_the_global_batch_is_shared_by_the_largest_number_of_nodes_that_can(batch, left, count):
+def test_the_global_batch_is_shared_by_the_largest_number_of_nodes_that_can(
+    batch, remaining, count
+):
     pool = NodePool(NODES_OF_JOB, 0, 1)
-    pool.left_out = {node: "lost" for node in NODES_OF_JOB if node not in left}
+    pool.left_out = {node: "lost" for node in NODES_OF_JOB if node not in remaining}
     assert len(pool.choose(batch, 2)) == count
 
 
@@ -73,9 +77,8 @@ class Guard:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """A NodeWatch of two nodes. reachable: whether nodes respond. losses: the nodes that it has
-    reported as lost.
-    """
+    """Provides a NodeWatch of two nodes. reachable: whether nodes respond. losses: the nodes that it has reported as
+    lost."""
     monkeypatch.setattr(node_watch, "RECHECK_SECONDS", 0.05)
     watch = node_watch.NodeWatch(["n1", "n2"], lambda node: watch.losses.append(node))
     watch.losses = []
@@ -107,7 +110,8 @@ def test_a_stranger_is_no_guard(watch):
 def test_a_guard_ends_with_its_job_and_removes_what_a_killed_launcher_left(
     project, tmp_path, monkeypatch, is_killed
 ):
-    """The folder of a start is removed only if the job's program was killed."""
+    """A guard exits when its job ends, and removes the temporary folders of launchers that no longer exist. It removes
+    the folder of the start only if the job's program was killed."""
     folder = tmp_path / "starts/77.0"
     folder.mkdir(parents=True)
     ended_process = subprocess.Popen(["true"])
@@ -133,7 +137,8 @@ def test_a_guard_ends_with_its_job_and_removes_what_a_killed_launcher_left(
     wait_until(lambda: "n1" in watch.addresses)
     if is_killed:
         wait_until(lambda: "n1" in watch.connected)
-        watch.is_over = True  # this process continues, and would try to reach the node
+        # Unlike a job's program that was killed, this process continues, and would try to reach the node.
+        watch.is_over = True
         watch.connected["n1"].shutdown(socket.SHUT_RDWR)
     else:
         watch.stop()

@@ -1,6 +1,5 @@
-"""The programs on a cluster's own Python need no package and no syntax or library newer than Python
-3.6.
-"""
+"""Tests that the programs which run on a cluster's own Python need no packages, and no syntax or library newer than
+Python 3.6."""
 
 import json
 import shutil
@@ -29,7 +28,7 @@ print(json.dumps([getattr(module, "__file__", "") or "" for module in list(sys.m
 
 @pytest.fixture(scope="module")
 def files():
-    """The project's files that the three programs import."""
+    """Returns the project's files that these programs import."""
     found = {PROJECT / entry for entry in ENTRIES}
     for entry in ENTRIES:
         script = IMPORTED.format(folder=str(PROJECT), entry=str(PROJECT / entry))
@@ -41,9 +40,8 @@ def files():
 
 
 def test_they_import_few_modules_of_the_package_and_no_others(files):
-    """A cluster's Python has no packages, so mamba_fsdp/__init__.py must not import other modules
-    eagerly.
-    """
+    """The programs import only launch/ and a few files of run/. In particular, mamba_fsdp/__init__.py must not import
+    other modules eagerly, because they need packages."""
     names = {str(file.relative_to(PROJECT / "mamba_fsdp")) for file in files}
     outside = {name for name in names if not name.startswith("launch/")}
     assert outside == {"__init__.py", "run/__init__.py", "run/names.py", "run/node_record.py"}

@@ -1,4 +1,5 @@
-"""Tests how the launcher calls the commands of Slurm and parses their output. tests/slurm runs a real Slurm."""
+"""Tests mamba_fsdp.launch.slurm: its calls of Slurm's commands, and how it parses their output. tests/slurm runs a real
+Slurm."""
 
 import os
 import time
@@ -14,9 +15,9 @@ JOB = slurm.Job("77", "70_3", 2, ["node1", "node2"])
 
 @pytest.fixture
 def says(tmp_path, monkeypatch):
-    """says(command, *answers): replaces a command of Slurm. It prints one answer per call, and then always the last one. It
-    fails if the answer is None. says.asked(command) returns the arguments of each call.
-    """
+    """Returns a function says(command, *answers): it replaces a command of Slurm by one that prints one answer per
+    call, and then always the last. The answer None makes the command fail. says.asked(command) returns the arguments of
+    each call."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
@@ -45,7 +46,8 @@ def test_a_heterogeneous_job_is_refused(monkeypatch):
 
 
 def test_a_step_asks_for_all_gpus_of_the_nodes_that_it_names(monkeypatch, tmp_path):
-    """On HyperPod, Slurm itself restarts the step. steps.yaml contains the other arguments."""
+    """A step requests all GPUs of its nodes. On HyperPod, Slurm itself restarts the step. steps.yaml contains the other
+    arguments."""
     monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
     assert slurm.srun_on_nodes(JOB.nodes)[-1] == "--label"
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
@@ -76,7 +78,8 @@ def test_options_of_the_shell_do_not_reach_slurms_commands(monkeypatch):
 
 
 def test_a_job_id_that_is_left_over_in_a_shell_is_refused(monkeypatch, says):
-    """It is also refused with the node list of a job that has ended, as in the shell of an expired salloc."""
+    """The variables of a job that has ended are refused, with and without a node list. They can be left over in a
+    shell, for example after salloc has expired."""
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     says("squeue", "JOBID\n77\n", "JOBID\n76\n", "JOBID\n")
@@ -89,7 +92,7 @@ def test_a_job_id_that_is_left_over_in_a_shell_is_refused(monkeypatch, says):
 
 
 def test_the_job_of_a_script_or_of_a_salloc_shell_is_found(monkeypatch, says):
-    """This works even if the controller does not answer."""
+    """A running job is recognised by its variables, even if the controller does not answer."""
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
     says("scontrol", "node1\nnode2\n")
@@ -107,7 +110,8 @@ def test_a_missing_answer_does_not_mean_that_there_is_no_job(says):
 
 
 def test_a_start_has_run_since_and_ends_at_the_times_that_slurm_shows(says):
-    """A job without a time limit has no end time."""
+    """The run time and the remaining time of a job are computed from the times that scontrol shows. A job without a
+    time limit has no end time."""
     now = time.time()
     shown = "   StartTime={} EndTime={} Deadline=N/A\n"
     at = [time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + add)) for add in (-60, 600)]
@@ -129,9 +133,8 @@ def test_a_start_has_run_since_and_ends_at_the_times_that_slurm_shows(says):
     ],
 )
 def test_a_job_is_queued_again_once(says, state, answers, is_queued, tries):
-    """An overloaded controller can accept it later. A job that Slurm itself has queued again is not
-    changed.
-    """
+    """A job is queued again by at most five attempts, because an overloaded controller can accept it later. A job that
+    Slurm itself has queued again is not changed."""
     says("squeue", state)
     says("scontrol", *answers)
     assert slurm.requeue_job(JOB) == is_queued
@@ -147,9 +150,8 @@ def test_a_job_is_queued_again_once(says, state, answers, is_queued, tries):
     ],
 )
 def test_the_next_start_does_not_get_a_lost_node_if_there_are_others(says, listed, expected):
-    """A job that has released a node would start again with fewer nodes. Nodes that the user has
-    excluded stay excluded.
-    """
+    """A job that is queued again excludes lost nodes if there are enough others, and requests as many nodes as before,
+    because it can have released some. Nodes that the user has excluded stay excluded."""
     says("squeue", "RUNNING")
     says("sinfo", listed)
     says("scontrol", "", "   ReqNodeList=(null) ExcNodeList=node9\n", "node9\n")
@@ -181,5 +183,5 @@ NODE = "   RealMemory=8000 AllocMem=0\n"
 def test_a_job_with_little_of_its_nodes_memory_is_warned(says, capfd, config, given, gives):
     says("scontrol", config, f"   TRES=cpu=8,{given},node=2\n", NODE)
     slurm.warn_if_memory_is_limited(JOB)
-    said = f"warning: Slurm gives this job {gives} MB of the 8,000 that node1 has; use sbatch --mem=0 for all of it\n"
-    assert capfd.readouterr().out == (said if gives else "")
+    warning = f"warning: Slurm gives this job {gives} MB of the 8,000 that node1 has; use sbatch --mem=0 for all of it\n"
+    assert capfd.readouterr().out == (warning if gives else "")

@@ -1,4 +1,4 @@
-"""The files of a start in the run folder, and when they are removed."""
+"""Tests mamba_fsdp.launch.start_folder: when the folders of starts are removed from the run folder."""
 
 import subprocess
 
@@ -6,9 +6,8 @@ from mamba_fsdp.launch.start_folder import StartFolder, local_start_name
 
 
 def test_folders_of_killed_starts_are_removed(tmp_path, monkeypatch):
-    """Files of a job are removed by its next start, and files of a machine by its next start there.
-    Other files are kept.
-    """
+    """The end of a start removes folders that earlier starts of the same job have left, or, outside Slurm, starts on
+    the same machine whose process has ended. Other folders are kept."""
     monkeypatch.setenv("MAMBA_FSDP_OLD_STOP", "")
     ended = subprocess.Popen(["true"])
     ended.wait()

@@ -1,4 +1,4 @@
-"""How a job runs its commands, and how signals affect them."""
+"""Tests mamba_fsdp.launch.supervisor: how a job runs its commands, and how signals affect them."""
 
 import os
 import signal
@@ -21,15 +21,13 @@ PARENT = "import os, signal, sys; os.kill(os.getppid(), signal.{}); exec(sys.arg
 
 
 def tells_parent(number, then):
-    """Returns a command that sends a signal to this process and then runs a piece of Python."""
+    """Returns a command that sends a signal to this process and then runs the Python code `then`."""
     return [sys.executable, "-c", PARENT.format(number.name), then]
 
 
 @pytest.fixture
 def supervisor():
-    """A Supervisor that handles SIGUSR1. The signal handlers of the process are restored after the
-    test.
-    """
+    """Provides a Supervisor that handles SIGUSR1. The signal handlers of the process are restored after the test."""
     numbers = (signal.SIGUSR1, signal.SIGALRM)
     before = {number: signal.getsignal(number) for number in numbers}
     supervisor = Supervisor()
@@ -50,7 +48,8 @@ def test_an_exit_code_is_the_shells(supervisor, command, code):
 
 
 def test_a_request_to_stop_ends_other_commands_than_the_training_at_once(supervisor):
-    """No other command starts afterwards."""
+    """A signal that requests a stop ends a command other than a training at once, and later commands are not
+    started."""
     with pytest.raises(StopRequested):
         supervisor.run(tells_parent(signal.SIGUSR1, "import time; time.sleep(600)"))
     assert supervisor.stop_signal == "USR1" and supervisor.last_code == 143
@@ -60,9 +59,8 @@ def test_a_request_to_stop_ends_other_commands_than_the_training_at_once(supervi
 
 @pytest.mark.parametrize("method", ["run", "run_for_output"])
 def test_a_signal_that_does_not_interrupt_the_wait_is_handled(supervisor, method):
-    """In this test another thread receives the signal. A signal just before the system call has the
-    same effect.
-    """
+    """A signal that does not interrupt the wait for a command also stops the command. Here, another thread receives the
+    signal. A signal just before the system call has the same effect."""
 
     def take_signal():
         wait_until(lambda: supervisor.child)
@@ -86,7 +84,8 @@ def test_a_request_while_nothing_runs_is_not_lost(supervisor):
 
 
 def test_a_training_is_asked_to_stop_and_awaited(supervisor, tmp_path):
-    """The training is asked once, through a file, however often the signal arrives."""
+    """A signal requests a training to stop once, through a file, however often it arrives. The training then exits by
+    itself."""
     file = tmp_path / "STOP"
     wait = f"import os, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.02)"
     wait += "\nos.kill(os.getppid(), signal.SIGUSR1); time.sleep(0.2); sys.exit(5)"
@@ -108,9 +107,8 @@ def test_a_request_is_written_as_soon_as_the_storage_works(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("method, ask", [("run_training", [print]), ("run_for_output", [])])
 def test_a_command_that_exceeds_its_deadline_is_not_awaited(supervisor, method, ask):
-    """This includes commands that only print, because waiting could cost the job its place in the
-    queue.
-    """
+    """At the deadline, the job no longer waits for its command, even if the command only prints, because waiting could
+    cost the job its place in the queue."""
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     with pytest.raises(DeadlineExceeded):
         getattr(supervisor, method)(SLEEPS, *ask)

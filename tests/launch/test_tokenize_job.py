@@ -1,11 +1,13 @@
-"""Tests 2.tokenize.sbatch: the part of the input for each task of an array, and the mounts of the container."""
+"""Tests mamba_fsdp.launch.tokenize_job: the part of the input for each task of an array, and the mounts of the
+container."""
 
 import pytest
 
 from mamba_fsdp.launch import tokenize_job
 from mamba_fsdp.launch.host import LaunchError
 
-ARRAYS = {  # --array: (first number, last number, count, step, {number of a task: its part})
+# {--array: ((first number, last number, count, step), {number of a task: its part})}
+ARRAYS = {
     "0-2": ((0, 2, 3, 1), {0: "0/3", 2: "2/3"}),
     "2-8:3": ((2, 8, 3, 3), {2: "0/3", 5: "1/3", 8: "2/3"}),
     "4": ((4, 4, 1, 1), {4: "0/1"}),
@@ -27,7 +29,8 @@ def test_each_task_of_an_array_has_a_part_of_its_own(monkeypatch, array):
 
 
 def test_a_list_of_numbers_is_refused(monkeypatch):
-    """With --array=5,9, the variables of the tasks do not contain the list, and the step is 1."""
+    """A list of task numbers, such as --array=5,9, is refused, because Slurm does not pass the list to the tasks, and
+    sets the step to 1."""
     describe(monkeypatch, 5, 9, 2, 1, 9)
     with pytest.raises(LaunchError, match="submit --array=0-1, or a single part"):
         tokenize_job.array_part()
@@ -46,7 +49,8 @@ def test_a_list_of_numbers_is_refused(monkeypatch):
 def test_folders_of_the_input_and_targets_of_their_links_are_mounted(
     tmp_path, monkeypatch, words, folders
 ):
-    """In a folder with an environment, only the files that match the pattern are searched for links."""
+    """The folders of the arguments, of files that match patterns, and of their link targets are mounted. In a folder
+    with an environment, only the files that match the pattern are searched for links."""
     for name in ("texts/of", "texts/venv", "disk"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "disk/others.txt").touch()
