@@ -84,7 +84,7 @@ def test_different_models_have_no_mean(run, call, tmp_path):
         with pytest.raises(UserError, match=message):
             write_mean([tmp_path / checkpoint, ours], [0.5, 0.5], tmp_path / "mean")
     code, output = call(average, run, tmp_path / "mean", "--last=2", "--weights=1e308,1e308")
-    assert code == 2 and "their sum finite" in output
+    assert code == 2 and "their sum must be positive and finite" in output
     assert not (tmp_path / "mean").exists()
 
 
