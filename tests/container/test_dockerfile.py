@@ -10,7 +10,8 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 def test_every_base_is_named_with_its_registry():
-    """For a name without a registry, podman and buildah ask which registry is meant, or fail."""
+    """Each FROM line contains a registry, a stage or a build argument. Without a registry, podman and buildah ask which
+    registry is meant, or fail."""
     bases = re.findall(r"^FROM (\S+)", (PROJECT / "Dockerfile").read_text(), re.MULTILINE)
     registries = ("docker.io/nvidia/", "docker.io/library/")
     stages = ("${BASE_IMAGE:-", "${DEVEL_IMAGE:-", "kernels-${")
@@ -25,7 +26,7 @@ def read_lines(name):
 
 @pytest.mark.parametrize("stack", ["torch2.2", "current"])
 def test_every_package_of_an_image_is_pinned(stack):
-    """The wheels of the kernels must match the torch and CUDA of the stack, and its Python."""
+    """All packages have exact versions, and the wheels of the kernels match the torch, CUDA and Python of the stack."""
     pins = read_lines(f"{stack}.txt")
     for line in pins:
         assert re.fullmatch(r'[a-z0-9-]+==[^;\s]+(; python_version (>=|<) "3\.11")?', line), line
@@ -40,7 +41,7 @@ def test_every_package_of_an_image_is_pinned(stack):
 
 
 def test_the_patch_is_for_the_pinned_triton():
-    """The test fails if Triton's version is raised without checking the patch."""
+    """The patch of Triton is for the pinned version, so raising this version requires a check of the patch."""
     sys.path.insert(0, str(PROJECT / "patches"))
     from apply import PATCHED_VERSION
 

@@ -31,7 +31,8 @@ SOURCES = ["Dockerfile", ".dockerignore", "requirements", "patches", "pyproject.
 
 
 def files_of(*places):
-    """Returns the names of the checkout's files, or of the files in these folders."""
+    """Returns the names of the checkout's files that git does not ignore. places: only files in these files or
+    folders."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *places]
     return subprocess.check_output(listed, cwd=PROJECT, text=True).split("\0")[:-1]
 
@@ -68,13 +69,13 @@ def builder():
 
 @pytest.fixture(scope="module")
 def context(tmp_path_factory):
-    """A copy of the checkout. It also contains folders that must not be copied to the image."""
+    """Makes a copy of the checkout. It also contains files that must not be copied to the image."""
     folder = tmp_path_factory.mktemp("context")
     for name in files_of():
         if (PROJECT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(PROJECT / name, folder / name)
-            # The files have the permissions of `umask 077`, and the image must be readable nevertheless.
+            # The image must be readable for all users, even if the checkout was made with `umask 077`.
             (folder / name).chmod(0o600)
     for name in ("data/secret", ".venv/secret", "runs/secret", "model.sqsh"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -84,7 +85,8 @@ def context(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(builder, context, request):
-    """The output of the first build. If no test finds an error in the image, the build is recorded as successful."""
+    """Builds the image, and provides the output of the build. If no test finds an error in the image, the build is
+    recorded as successful."""
     failed = request.session.testsfailed
     made_from = digest()
     yield builder.build(context, "app")
@@ -96,7 +98,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(9000)]
 
 
 def test_it_builds_and_its_self_check_passes(built):
-    """Every step runs, and Triton is patched. The last step prints the versions and runs the commands of a user."""
+    """Every step of the Dockerfile runs, and Triton is patched. The last step prints the versions and runs the commands
+    of a user."""
     assert "rank-0-only cache writer put in place" in built
     assert "ok   operators" in built
     assert "torch 2.2.2" in built
@@ -113,14 +116,15 @@ def test_it_builds_and_its_self_check_passes(built):
 
 
 def test_the_fused_kernels_hold_code_for_each_gpu_that_is_wanted(builder, built):
-    """They contain code for no other GPU, although the lists of the packages differ. The versions are the pinned ones."""
-    said = builder.run(
+    """The fused kernels contain code for exactly the wanted GPUs, although the packages have their own lists, and have
+    the pinned versions."""
+    output = builder.run(
         "app",
         "for library in /usr/local/lib/python3*/site-packages/*_cuda.*.so; do "
         "echo $(basename $library .so) "
         "$(/usr/local/cuda/bin/cuobjdump --list-elf $library | grep -o 'sm_[0-9]\\+' | sort -u); done",
     )
-    code = {line.split(".")[0]: line.split()[1:] for line in said.splitlines()}
+    code = {line.split(".")[0]: line.split()[1:] for line in output.splitlines()}
     wanted = ["sm_80", "sm_86", "sm_89", "sm_90"]
     assert len(code) == 2 and "causal_conv1d_cuda" in code
     assert all(each == wanted for each in code.values())
@@ -131,24 +135,24 @@ def test_the_fused_kernels_hold_code_for_each_gpu_that_is_wanted(builder, built)
 def test_it_works_where_nothing_but_tmp_can_be_written(builder, built):
     """Under Enroot's conditions, python3 is the Python of the image's environment, and this environment matches the
     requirements of the checkout. The doctor passes, and Triton is patched."""
-    said = builder.run(
+    output = builder.run(
         "app",
         "python3 -c 'import sys; print(sys.prefix); from mamba_fsdp.launch import machine; machine.check_version()'; "
         "python3 -m mamba_fsdp doctor; "
         "python3 patches/apply.py --check; which torchrun; echo $NVIDIA_VISIBLE_DEVICES $NVIDIA_DRIVER_CAPABILITIES",
     )
     assert (
-        said.startswith("/usr/local\n")
-        and "ok   operators" in said
-        and "/usr/local/bin/torchrun" in said
+        output.startswith("/usr/local\n")
+        and "ok   operators" in output
+        and "/usr/local/bin/torchrun" in output
     )
-    assert said.endswith("all compute,utility\n"), "Enroot's hook goes by them, whatever the base"
+    assert output.endswith("all compute,utility\n"), "Enroot's hook needs these variables"
 
 
 def test_it_only_contains_files_that_are_needed_to_run(builder, built):
-    """It has a C compiler and Python's headers for Triton, but no other build tools, no package lists, and no files that
-    .dockerignore excludes."""
-    said = builder.run(
+    """The image contains a C compiler and Python's headers for Triton, but no other build tools, no package lists, and
+    no files that .dockerignore excludes."""
+    output = builder.run(
         "app",
         "for tool in gcc git cmake make g++ curl ninja; do command -v $tool || echo no $tool; done; "
         "ls $(python3 -c 'import sysconfig; print(sysconfig.get_paths()[\"include\"])')/Python.h; "
@@ -156,7 +160,7 @@ def test_it_only_contains_files_that_are_needed_to_run(builder, built):
         "find /opt/mamba-train /usr/local "
         "-name secret -o -name '*.sqsh' -o -name .git -o -name tests -path '/opt/mamba-train/*'",
     )
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert lines[0] == "/usr/bin/gcc" and lines[1:7] == [
         f"no {tool}" for tool in ("git", "cmake", "make", "g++", "curl", "ninja")
     ]
@@ -188,14 +192,14 @@ print('stages:', *triton.compile(double, signature={0: '*fp32'}, constants={1: 6
 
 
 def test_triton_compiles_in_it(builder, built):
-    """A new kernel is compiled to machine code, and its launcher too, with the tools in the image. Only rank 0 writes
-    them to the shared cache."""
+    """The tools in the image suffice to compile a new kernel to machine code, and its launcher. Only rank 0 writes them
+    to the shared cache."""
     script = (
         "export TRITON_CACHE_DIR=/tmp/shared TRITON_LIBCUDA_PATH=/tmp LD_LIBRARY_PATH=/tmp; "
         f"cat > /tmp/kernel.py <<'END'\n{COLD_KERNEL}\nEND\n"
         "for rank in 1 0; do RANK=$rank python3 /tmp/kernel.py; find /tmp/shared -type f 2>/dev/null | wc -l; done"
     )
-    said = builder.run("app", script)
-    assert said.count("cubin") == 2, said
-    counts = [int(line) for line in said.splitlines() if line.strip().isdecimal()]
-    assert counts == [0, 8], said
+    output = builder.run("app", script)
+    assert output.count("cubin") == 2, output
+    counts = [int(line) for line in output.splitlines() if line.strip().isdecimal()]
+    assert counts == [0, 8], output

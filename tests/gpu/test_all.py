@@ -26,7 +26,8 @@ def test_a_part_that_hangs_or_fails_is_reported(tmp_path, monkeypatch):
 
 
 def test_a_machine_without_the_tools_runs_the_other_parts(tmp_path, monkeypatch):
-    """ncu and git are missing. A call only leaves its logs and a summary."""
+    """Without ncu, compute-sanitizer and git, benchmarks.gpu lists the missing tools in its summary. The summary also
+    contains the table of a part, and is the only file that remains."""
     monkeypatch.setattr(everything.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(everything.torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(everything.torch.version, "cuda", "13.0")
@@ -56,7 +57,7 @@ def test_a_tool_finds_the_kernels_compiled(tmp_path, monkeypatch):
 
 
 def test_sensors_are_read_while_the_block_runs(tmp_path, monkeypatch):
-    """The medians are of the last seconds. Without nvidia-smi, they are empty."""
+    """Sensors.medians uses only the last seconds of the block. Without nvidia-smi, it returns an empty text."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with Sensors() as nothing:
         pass

@@ -104,7 +104,8 @@ def test_scans_of_many_states_compile(version, d_state, project):
 
 
 def test_no_loop_of_a_kernel_loses_a_variable(project):
-    """Triton 3 lost the fourth tap of the convolution in float32 in this way, see tests/support/carries.py."""
+    """Triton 3's front end carries every variable that a loop of our kernels changes (tests/support/carries.py). It
+    once did not carry the fourth tap of the convolution in float32."""
     report = json.loads(run_with_triton("3.6.0", project, "tests.support.carries"))
     assert report["toy"] == ["old"]
     assert report["launches"] > 30 and report["compared"] > 1000

@@ -61,10 +61,8 @@ def test_half_precision(dtype):
 
 
 def test_huge_and_invalid_logits():
-    """The loss of huge logits is finite. NaN, or a label outside the vocabulary, makes the loss NaN.
-
-    Ignored tokens do not affect it.
-    """
+    """Huge logits give a finite loss. NaN logits, and labels outside the vocabulary, make the loss NaN, except for
+    ignored tokens."""
     given = leaves(130)
     labels = labels_of(130)
     huge = assert_like_reference(

@@ -63,7 +63,7 @@ def test_bf16_with_a_weight_in_fp32():
 
 
 def test_gradients_if_only_one_output_is_used():
-    """The sum of the last norm of a model is not used."""
+    """The gradients are right if only the norm or only the sum is used. The sum of a model's last norm is not used."""
     leaves = dict(x=randn(1, 6, 9), residual=randn(1, 6, 9), weight=randn(9))
 
     def normed(backend, **leaves):

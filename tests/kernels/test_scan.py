@@ -91,9 +91,8 @@ def test_states_clear_at_a_start_however_slow_the_decay():
 
 def test_rows_that_lie_far_apart(monkeypatch):
     """Elements with an offset of more than 2**31, as in the gate of a long sequence, are read and written correctly."""
-    monkeypatch.setattr(
-        backend, "FILL", 3
-    )  # the number of segments; LOCAL sweeps compute their states
+    # Cuts the row into three segments, so that LOCAL sweeps compute their states.
+    monkeypatch.setattr(backend, "FILL", 3)
     length, row = 20, 1 << 27
     near = torch.randn(1, length, 19).bfloat16()
     far = torch.empty(length * row, dtype=near.dtype).as_strided(near.shape, (0, row, 1))

@@ -47,7 +47,7 @@ if os.environ.get("KERNEL_GATES") == "all":
 
 @pytest.mark.parametrize("sizes, bounded", CASES, ids=str)
 def test_equals_float64(sizes, bounded):
-    """Compares outputs, last states and all gradients, with full and partial blocks of channels and states.
+    """Outputs, last states and all gradients agree with float64, with full and partial blocks of channels and states.
 
     KERNEL_GATES=all tests each size with and without documents.
     """

@@ -43,7 +43,7 @@ def node_job():
 
 
 def node_of_trainjob():
-    """Returns (command, environment) of a node. They are those of the runtime, overridden by the TrainJob."""
+    """Returns (command, environment) of a node: those of the runtime, with the changes of the TrainJob."""
     (container,) = node_job()["spec"]["template"]["spec"]["containers"]
     trainer = read("trainjob.yaml")[1]["spec"]["trainer"]
     variables = container["env"] + trainer["env"]

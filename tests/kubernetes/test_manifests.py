@@ -52,7 +52,7 @@ def test_both_kinds_of_job_start_the_same_training():
 
 
 def test_the_readme_fills_in_every_variable():
-    """Each `envsubst` names exactly the variables of its file."""
+    """Each `envsubst` in the README names exactly the variables of its manifest."""
     text = (manifests.FOLDER / "README.md").read_text()
     found = re.findall(r"envsubst '(.*)' < (\S+) \|", text)
     names_of_files = {path.name for path in manifests.FOLDER.glob("*.yaml")}

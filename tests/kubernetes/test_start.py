@@ -1,4 +1,4 @@
-"""Runs the command of kubernetes/trainjob.yaml. Processes of this machine replace the nodes, with one rank each and
+"""Tests the command of kubernetes/trainjob.yaml. Processes of this machine replace the nodes, with one rank each and
 with the variables that Trainer 2.3 sets for its policy `torch`."""
 
 import os
@@ -21,7 +21,8 @@ GRACE_SECONDS = manifests.node_job()["spec"]["template"]["spec"]["terminationGra
 
 @pytest.fixture
 def start_nodes(tmp_path, project):
-    """start_nodes(*settings, nodes=2): returns the processes of the nodes. tmp_path replaces /fsx of the manifest."""
+    """Returns a function start_nodes(*settings, nodes=2) that starts the nodes, and returns their processes. tmp_path
+    replaces /fsx of the manifest."""
     write_store(tmp_path / "data/mine", [range(1, 60)] * 99, vocab_size=64, eos=0, tokenizer="none")
     started = []
     port = hold_port()
@@ -63,8 +64,9 @@ def start_nodes(tmp_path, project):
 
 @pytest.mark.slow
 def test_nodes_train_and_stop_with_a_checkpoint_and_resume(start_nodes, tmp_path):
-    """If one node is drained, for example, all stop, and none with exit code 0, because a PyTorchJob would then count
-    as complete. Only a node that starts again returns the exit code of the run, for example 2 after a mistake."""
+    """If one node is drained, all nodes stop with a checkpoint, and none with exit code 0, because a PyTorchJob would
+    then count as complete. Started again, the training resumes; a node returns 0 if it finishes, and 2 after a user
+    error."""
     nodes = start_nodes("--num_steps=1000000")
     metrics = tmp_path / "runs/mine/metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
@@ -77,11 +79,11 @@ def test_nodes_train_and_stop_with_a_checkpoint_and_resume(start_nodes, tmp_path
     # The run can resume on fewer nodes. A file STOP from before the start is ignored.
     (tmp_path / "runs/mine/STOP").touch()
     (process,) = start_nodes(f"--num_steps={step + 2}", nodes=1)
-    code, said = finish(process)
-    assert code == 0, said
-    assert f"step {step}\n" in said.partition("resumes    from")[2] and "finished " in said
+    code, output = finish(process)
+    assert code == 0, output
+    assert f"step {step}\n" in output.partition("resumes    from")[2] and "finished " in output
 
     (process,) = start_nodes("--num_steps=ten", nodes=1)
-    code, said = finish(process)
-    assert code == 2 and said.splitlines()[-1].startswith("error: num_steps=ten"), said
+    code, output = finish(process)
+    assert code == 2 and output.splitlines()[-1].startswith("error: num_steps=ten"), output
     assert list(tmp_path.glob("runs/mine/starts/none/*.json")), "for the other nodes"

@@ -1,5 +1,5 @@
-"""Fixtures for tests on the null device: a driver that computes nothing. torch's CUDA build and Triton run on it
-unchanged (tests/support/nullgpu/README.md)."""
+"""Provides fixtures for tests on the null device, a GPU driver that computes nothing. torch's CUDA build and Triton run
+on it unchanged (tests/support/nullgpu/README.md)."""
 
 import json
 import subprocess
@@ -14,14 +14,14 @@ RANKS_OF_A_NODE = 2
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory, project):
-    """forks([arguments of Python, variables] ...): runs programs simultaneously on the null device, and returns [exit
-    code, output] of each; see tests/support/nullgpu/forks.py."""
+    """Returns a function forks(*programs) that runs programs simultaneously on the null device, and returns [exit code,
+    output] of each. A program is [arguments of Python, environment variables], see tests/support/nullgpu/forks.py."""
     folder = tmp_path_factory.mktemp("nullgpu")
     try:
         build.build(folder)
     except OSError as error:
         pytest.skip(str(error))
-    shared = folder.parents[1] / "triton"  # shared by all processes of the test run
+    shared = folder.parents[1] / "triton"  # Triton's cache, shared by all processes of the test run
     shared.mkdir(exist_ok=True)
     (folder / "triton").symlink_to(shared)
     process = subprocess.Popen(
@@ -43,8 +43,8 @@ def forks(tmp_path_factory, project):
 
 @pytest.fixture
 def run(forks):
-    """run(*arguments of Python, NULLGPU_...=value): runs a process on the null device, and returns (exit code,
-    output)."""
+    """Returns a function run(*arguments of Python, NULLGPU_...=value) that runs a process on the null device, and
+    returns (exit code, output)."""
 
     def run(*arguments, **variables):
         texts = {name: str(value) for name, value in variables.items()}
@@ -55,7 +55,8 @@ def run(forks):
 
 @pytest.fixture
 def train(forks, tmp_path):
-    """train(setting=value ...) -> a report of each training of a process, see tests/support/nullgpu/training.py.
+    """Returns a function train(setting=value ...) that returns a report of each training of a process, see
+    tests/support/nullgpu/training.py.
 
     ranks: the number of processes, on nodes of two. Their reports must be equal.
     """
@@ -76,9 +77,8 @@ def train(forks, tmp_path):
         assert not failed, "\n".join(failed)
         reports = []
         for _, text in ended:
-            assert (
-                "nullgpu:" not in text
-            )  # such a line reports an exceeded limit or a pointer of the CPU
+            # A line with "nullgpu:" reports an exceeded limit of the device, or a pointer of the CPU.
+            assert "nullgpu:" not in text
             reports.append([json.loads(at) for at in text.splitlines() if at.startswith("{")])
         for of_rank in reports:  # the memory that torch keeps can differ between ranks
             assert [of_time | {"left": {}} for of_time in of_rank] == [

@@ -66,12 +66,12 @@ PARALLEL = {
     },
 }
 BOTH = ("fp16, recomputed, accumulated", "fsdp")
-CUBLAS_WORKSPACE = 32 << 20  # in bytes; torch keeps it
+CUBLAS_WORKSPACE = 32 << 20  # bytes that torch allocates for cuBLAS and keeps
 GOOD = {"ended": "finished", "untested": [], "waits": []}
 
 
 def kinds(table):
-    """Returns the rows of a table for parametrize."""
+    """Returns the keys of a table for parametrize, marked with the stacks that run them."""
     pinned = [pytest.param(kind, marks=pytest.mark.pinned) for kind in table if kind not in BOTH]
     both = [pytest.param(kind, marks=pytest.mark.torch22) for kind in table if kind in BOTH]
     return pinned + both
@@ -79,7 +79,7 @@ def kinds(table):
 
 @pytest.mark.parametrize("kind", kinds(KINDS))
 def test_a_training_compiles_nothing_untested_and_waits_nowhere(train, kind):
-    """This applies to a new run and to a resumed one."""
+    """Both a new run and a resumed one compile only tested kernels, and never make the host wait during a step."""
     for report in train(**KINDS[kind]):
         assert report == GOOD | {"left": report["left"]}, report["ended"]
 
@@ -94,7 +94,8 @@ def test_ranks_compile_nothing_untested_and_wait_nowhere(train, kind):
 
 @pytest.mark.pinned
 def test_a_scan_that_triton_2_can_not_compile_is_refused_before_it_is_tried(train):
-    """Triton's compiler would be killed by a signal at each start."""
+    """A d_state that the scan's kernels do not support with Triton 2 is an error before compilation. A signal would
+    otherwise kill Triton's compiler at each start."""
     (report,) = train(num_steps=2, layers="mamba1", d_state=128)
     assert "its kernels take a d_state of up to 64 with this Triton, not 128" in report["ended"]
 

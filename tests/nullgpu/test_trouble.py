@@ -1,11 +1,11 @@
-"""Tests a GPU that is lost, full or stuck: there are a message and an exit code, no incomplete checkpoint, and the
-same command resumes."""
+"""Tests trainings on a GPU that is lost, full or stuck: they exit with a message and without an incomplete checkpoint,
+and the same command resumes."""
 
 import pytest
 
 pytestmark = pytest.mark.slow
 
-# A number of launches: more than the check of kernels makes, and fewer than all steps make.
+# A number of launches that is reached during the training: the check of the kernels makes fewer, all steps make more.
 IN_MID_RUN = 20_000
 SETTINGS = {
     "use_dummy_dataset": "true",
@@ -28,8 +28,8 @@ SETTINGS = {
 
 @pytest.fixture
 def trained(run, tmp_path):
-    """trained(NULLGPU_... or setting=value ...): runs a training that fails. Returns (the output lines of training.py,
-    its checkpoints). All checkpoints are committed."""
+    """Returns a function trained(NULLGPU_... or setting=value ...) that runs a training which fails, and returns (the
+    output of training.py, the names of its checkpoints). It asserts that all checkpoints are committed."""
 
     def trained(**more):
         variables = {name: value for name, value in more.items() if name.startswith("NULLGPU")}
@@ -44,7 +44,8 @@ def trained(run, tmp_path):
     return trained
 
 
-TROUBLE = {  # {fault in the first minute: a part of the message}
+# {fault before the first step: (variables and settings that cause it, part of the message)}
+TROUBLE = {
     "lost": ({"NULLGPU_LOST": 200}, "the GPU is lost: start again"),
     "stuck": (
         {"NULLGPU_HANG": 500, "timeout_minutes": 0.1},

@@ -1,4 +1,4 @@
-"""A temporary Slurm of six nodes, for tests that submit the project's own launcher."""
+"""Starts a temporary Slurm of six nodes, for tests that submit the project's own launcher."""
 
 import os
 import re
@@ -18,9 +18,8 @@ PartitionName=low Nodes=node[1-3] PriorityTier=1 GraceTime=400 PreemptMode=REQUE
 
 @pytest.fixture
 def slurm_project(tmp_path):
-    """A project folder (with a space in its name), a fake training program and a .venv on the
-    nodes' shared file system.
-    """
+    """Makes a project with a fake training program and a .venv on the nodes' shared file system. Its folder has a space
+    in its name."""
     project = projects.make_project(tmp_path / "the project")
     projects.make_venv(project)
     (project / "data/builtin").mkdir(parents=True)
@@ -39,8 +38,8 @@ def started_cluster(tmp_path_factory):
     with slurm.Cluster(
         folder, gpus=[0, 0, 0, 2, 2, 4], shared=shared, extra_config=CONFIG
     ) as cluster:
-        # The daemons keep the long KillWait, so that jobs can end after scancel. srun reads the file later,
-        # and waits only 10 s for a launcher if the launcher of another node was killed.
+        # The daemons have read the file, and keep the long KillWait, so that jobs can end after scancel. srun
+        # reads it later, and waits only 10 s for a launcher after the launcher of another node was killed.
         settings = cluster.folder / "etc/slurm.conf"
         settings.write_text(re.sub("KillWait=.*", "KillWait=10", settings.read_text()))
         yield cluster
@@ -48,6 +47,6 @@ def started_cluster(tmp_path_factory):
 
 @pytest.fixture
 def cluster(started_cluster):
-    """The cluster. All its nodes are idle before the next test."""
+    """Provides the cluster, and makes all its nodes idle after the test."""
     yield started_cluster
     started_cluster.reset()

@@ -1,4 +1,4 @@
-"""1.train.sbatch on a real Slurm, with a training program that only counts its steps."""
+"""Tests 1.train.sbatch on a real Slurm, with a training program that only counts its steps."""
 
 import os
 
@@ -13,7 +13,7 @@ RUN = "--save_ckpt_path=runs/a"
 
 @pytest.fixture
 def project(slurm_project):
-    """The project from which these tests submit jobs. The run folder of the jobs is runs/a."""
+    """Returns the folder of the project from which these tests submit jobs. The run folder of the jobs is runs/a."""
     return slurm_project
 
 
@@ -43,7 +43,8 @@ def steps_of_starts(project):
 def test_two_nodes_make_one_run_of_a_rank_for_each_gpu_in_the_shared_venv(
     cluster, project, tmp_path
 ):
-    """The job is submitted from another folder, and its command does not contain the number of GPUs."""
+    """A job on two nodes with two GPUs each has four ranks, which use the .venv on the shared file system. It is
+    submitted from another folder, and its command does not contain the number of GPUs."""
     smi = "#!/bin/sh\nfor i in 1 2; do echo 'NVIDIA Fake 4GB'; done\n"
     write_program(project / "bin/nvidia-smi", smi)
     environment = {"PATH": f"{project}/bin:{os.environ['PATH']}"}
@@ -84,8 +85,8 @@ def test_a_job_may_ask_for_memory_in_any_way_and_share_its_node_with_a_users_ste
         where = ["--test-only", "--partition=gpus", "--gpus-per-node=1", option]
         cluster.submit(project, RUN, options=where)
     shell = ["srun", "--exclusive", "--nodes=1", "./1.train.sbatch", RUN, "--num_steps=2"]
-    said = cluster.run(*shell, cwd=project)
-    assert said.splitlines()[-1] == f"finished: {project}/runs/a"
+    output = cluster.run(*shell, cwd=project)
+    assert output.splitlines()[-1] == f"finished: {project}/runs/a"
 
 
 def test_scancel_ends_the_job_with_a_checkpoint(cluster, project):
@@ -100,7 +101,8 @@ def test_scancel_ends_the_job_with_a_checkpoint(cluster, project):
 
 
 def test_a_preempted_job_with_a_grace_time_continues_later(cluster, project):
-    """A job of higher priority takes the nodes. Our job writes a checkpoint, ends, and finishes later."""
+    """A job that Slurm preempts for a job of higher priority writes a checkpoint within the grace time, and resumes
+    from it later."""
     low = ["--partition=low"]
     job = cluster.submit(project, RUN, "--num_steps=20", options=low, env={"FAKE": "held"})
     wait_for_training(cluster, project)
@@ -112,9 +114,8 @@ def test_a_preempted_job_with_a_grace_time_continues_later(cluster, project):
 
 
 def test_a_lost_node_is_named_and_other_nodes_are_not_blamed(cluster, project):
-    """The ranks on other nodes fail because of the loss. Slurm does not notice it for minutes, so
-    the job queues itself again.
-    """
+    """The log names the lost node, although ranks on other nodes fail because of the loss. Slurm does not notice the
+    loss for minutes, so the job queues itself again."""
     run = project / "runs/a"
     job = cluster.submit(project, RUN, MANY_STEPS, env={"MAX_RESTARTS": "0"})
     wait_for_checkpoint(cluster, project)
@@ -128,7 +129,8 @@ def test_a_lost_node_is_named_and_other_nodes_are_not_blamed(cluster, project):
 
 
 def test_a_spare_takes_the_place_of_a_node_that_falls_silent(cluster, project):
-    """Slurm does not notice the loss, and the ranks on the other node would wait forever."""
+    """A spare node replaces a node whose network fails, within the same job. Slurm does not notice the loss, and the
+    ranks on the other node would wait forever."""
     run = project / "runs/a"
     job = cluster.submit(project, RUN, MANY_STEPS, options=["--nodes=3"], env={"SPARE_NODES": "1"})
     wait_for_checkpoint(cluster, project)

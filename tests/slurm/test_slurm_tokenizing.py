@@ -1,4 +1,4 @@
-"""2.tokenize.sbatch on a real Slurm: the tasks of an array share one input."""
+"""Tests 2.tokenize.sbatch on a real Slurm: the tasks of an array share one input."""
 
 import json
 import re
@@ -42,10 +42,8 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def tokenizing_project(tmp_path):
-    """The checkout with a .venv and a link to five files in another folder.
-
-    WAITING_PROGRAM tokenizes.
-    """
+    """Makes a copy of the checkout with a .venv and a link to five files in another folder. WAITING_PROGRAM replaces
+    get_dataset.py."""
     project = projects.make_project(tmp_path / "the project", training=None)
     projects.make_venv(project)
     (project / "get_dataset.py").write_text(WAITING_PROGRAM)
@@ -68,10 +66,9 @@ def test_a_killed_and_a_requeued_task_of_an_array_leave_the_bytes_of_undisturbed
         lambda: len(list(progress.glob("[0-9]*.lease"))) == PARTS, "all tasks are at work"
     )
     tasks = [f"{job}_{number}" for number in (2, 5, 8)]
+    # One of the tasks has the number of the whole array as its own job id.
     cluster.run("scancel", tasks[0])
-    cluster.run(
-        "scancel", "--batch", "--signal=USR1", tasks[2]
-    )  # one task has the number of the whole array
+    cluster.run("scancel", "--batch", "--signal=USR1", tasks[2])
     cluster.wait_until(lambda: cluster.state(tasks[0]) == "CANCELLED", "a task is cancelled")
     cluster.wait_until(lambda: cluster.restarts(tasks[2]) == 1, "a task is queued again")
     (tokenizing_project / "go").touch()

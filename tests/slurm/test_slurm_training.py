@@ -1,4 +1,4 @@
-"""1.train.sbatch on a real Slurm with the real programs: two nodes with one rank each, over gloo."""
+"""Tests 1.train.sbatch on a real Slurm with the real programs: two nodes with one rank each, over gloo."""
 
 import json
 import os
@@ -43,10 +43,10 @@ DEMO_STEPS = 5
 
 @pytest.fixture
 def new_project(tmp_path):
-    """The checkout with a .venv, as a new user has it, but with a shorter demo.
+    """Makes a copy of the checkout with a .venv, like the one of a new user, but with a shorter demo.
 
-    The demo takes only the first five of its thousand steps. The number of Python's library files
-    suffices for three batches, so that several threads use the tokenizer.
+    The demo takes only the first five of its thousand steps. The number of Python's library files suffices for three
+    batches, so that several threads use the tokenizer.
     """
     project = projects.make_project(tmp_path / "the project", training=None)
     projects.edit(project / "config/demo.yaml", "num_steps: 1000", f"num_steps: {DEMO_STEPS}")
@@ -57,10 +57,9 @@ def new_project(tmp_path):
 
 @pytest.fixture
 def training_project(tmp_path):
-    """The checkout with its own training program, a .venv and a link to a small token store.
+    """Makes a copy of the checkout with its own training program, a .venv and a link to a small token store.
 
-    With HELD=1 in its environment, the first start of a run waits after some steps until it is
-    asked to stop.
+    With HELD=1 in its environment, the first start of a run waits after some steps until it is asked to stop.
     """
     project = projects.make_project(tmp_path / "the project", training=None)
     stopping = project / "mamba_fsdp/trainer/stopping.py"
@@ -91,7 +90,8 @@ def weights(run):
 
 
 def test_a_bare_sbatch_makes_its_data_and_trains_on_it(cluster, new_project):
-    """This is the first command of a new user, without settings and data."""
+    """`sbatch 1.train.sbatch` without settings and data, the first command of a new user, makes the data and trains on
+    it."""
     job = cluster.submit(new_project)
     state = cluster.wait_for_end(job)
     text = log(new_project, job)
@@ -154,7 +154,8 @@ KILL_RANK = "ps -ww -eo pid=,args= | awk '/ -u training[.]py / {print $1}' | xar
 def test_a_lost_rank_starts_again_in_its_job_and_a_lost_first_node_costs_only_steps_since_the_last_checkpoint(
     cluster, training_project
 ):
-    """The job's script ran on the lost node, so Slurm queues the job again."""
+    """Ranks are restarted within the job after a rank is killed. If the first node is lost, on which the job's script
+    runs, Slurm queues the job again, and the training resumes from the newest checkpoint."""
     run = training_project / "runs/a"
     words = [*SETTINGS, f"--save_ckpt_path={run}", projects.MANY_STEPS, "--checkpoint_interval=5"]
     job = cluster.submit(training_project, *words)
