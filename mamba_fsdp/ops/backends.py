@@ -1,10 +1,10 @@
 """Chooses a backend for each operator of a model: the best one that works on this machine and supports the model.
 
 A backend is a module in its operator's package (`fused` is one module for all operators) with the operator's functions.
-It imports its library only when it is called. If it can be unusable, it also has
+It imports its library only when it is called. If there are conditions for its use, it also has
 
-    why_not(use)        returns the reason, in one line, why it can't serve a Use, else None
-    why_unavailable()   returns what it lacks on this machine besides its PACKAGES, else None
+    why_not(use)        returns the reason, in one line, why it does not support a Use, or None
+    why_unavailable()   returns what this machine lacks besides the backend's PACKAGES, or None
 
 A new backend is such a module and its name in OPERATORS. This file does not need torch, so that the settings can check
 names with it.
@@ -203,7 +203,7 @@ def parts_with(operator: str, backend: str) -> list[str]:
 def why_not(
     operator: str, backend: str, uses: Collection[Use], assumed: Collection[str] = ()
 ) -> str | None:
-    """Returns why a backend can't serve all `uses`, or None if it can."""
+    """Returns why a backend does not support all `uses`, or None if it does."""
     if backend not in assumed:
         reason = why_unavailable(operator, backend)
         if reason:

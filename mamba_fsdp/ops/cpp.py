@@ -1,8 +1,8 @@
 """Compiles the C library of the cpp backends on first use into a cache folder, and loads it through ctypes.
 
-The library's name is a hash of its sources, the flags, the compiler and the processor, so that no stale or foreign
-library is loaded. It is written under another name and then renamed, so that any number of processes may start at once.
-It is linked without an OpenMP runtime: its calls find PyTorch's runtime, and both share their threads.
+The library's name is a hash of its sources, the flags, the compiler and the processor, so that an outdated
+library, or one of another machine, is never loaded. It is written under another name and then renamed, so that any number
+of processes can start at once. It is linked without an OpenMP runtime: it uses PyTorch's runtime and shares its threads.
 """
 
 import ctypes
@@ -196,8 +196,8 @@ def flushes_denormals() -> bool:
 
 
 def flush_denormals(asked: bool) -> None:
-    """Has denormal numbers count as 0, or not, in this thread and in those that share its operations: each processor
-    core has a mode of its own, which new threads take from the thread that makes them."""
+    """Sets whether denormal numbers count as 0, in this thread and in the OpenMP threads that share its operations. Each
+    thread has its own mode, and a new thread inherits it from the thread that creates it."""
     torch.set_flush_denormal(asked)
     threads = torch.get_num_threads()
     run_on_each = getattr(ctypes.CDLL(None), "GOMP_parallel", None)  # of PyTorch's OpenMP

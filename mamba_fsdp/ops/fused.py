@@ -1,5 +1,5 @@
-"""Computes operators and mixers by the CUDA and Triton kernels of mamba-ssm, causal-conv1d and
-flash-linear-attention: the fused backends."""
+"""The fused backends: operators and mixers computed by the CUDA and Triton kernels of mamba-ssm, causal-conv1d and
+flash-linear-attention."""
 
 import functools
 
@@ -12,7 +12,7 @@ from mamba_fsdp.ops import attention
 from mamba_fsdp.ops.backends import Use
 from mamba_fsdp.ops.negative_exp import NegativeExp
 
-FUNCTIONS = (  # of this module, that call the libraries
+FUNCTIONS = (  # the functions of this module that call the libraries
     "causal_conv_silu",
     "selective_scan",
     "ssd",
@@ -22,9 +22,9 @@ FUNCTIONS = (  # of this module, that call the libraries
     "mamba1_mixer",
     "mamba2_mixer",
 )
-# The libraries compute addresses in 32 bits (state-spaces/mamba #1015), which can't tell further elements from earlier ones.
+# The libraries compute offsets in 32 bits (state-spaces/mamba #1015), so that tensors of 2^31 elements wrap around.
 REACH = 1 << 31
-# Why the results of equal runs may differ in bits.
+# Operator -> why the results of equal runs can differ in bits.
 VARIES = {
     "conv": "causal-conv1d before 1.6 adds with atomics, and later versions are not measured",
     "scan": "mamba-ssm's scan adds its gradients with atomics",
@@ -56,7 +56,7 @@ def why_not(use: Use) -> str | None:
 
 
 def check_reach(*tensors: Tensor) -> None:
-    """Raises UserError if the libraries' addresses don't reach all elements of a tensor, as with a very long prompt."""
+    """Raises UserError if a tensor, for example of a very long prompt, has elements that 32-bit offsets can't reach."""
     for tensor in tensors:
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
         if last >= REACH:
@@ -189,8 +189,8 @@ def gated_delta_rule(
 
 @functools.lru_cache(maxsize=1)
 def _document_bounds(seq_idx: Tensor) -> Tensor:
-    """Returns the places in the flattened batch where documents start, and the batch's end. The host waits for their
-    number, therefore all layers share the result."""
+    """Returns the offsets in the flattened batch at which documents start, and the end of the batch. The host waits for
+    their number, so the result is cached for all layers."""
     is_bound = F.pad(attention.starts(seq_idx).flatten(), (0, 1), value=True)
     return is_bound.nonzero().flatten()
 
@@ -287,7 +287,7 @@ def mamba2_mixer(
 
 
 def _from_zero(seq_idx: Tensor | None) -> Tensor | None:
-    """Returns seq_idx as the libraries take it: int32, and 0 for the document that an initial state belongs to."""
+    """Returns seq_idx as the libraries need it: int32, and 0 for the document that an initial state belongs to."""
     if seq_idx is None:
         return None
     return (seq_idx - seq_idx[:, :1]).to(torch.int32).contiguous()

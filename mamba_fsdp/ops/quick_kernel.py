@@ -1,5 +1,5 @@
-"""Launches kernels of Triton 2.2 in 8 us of the host's time. Its own launcher takes 95, most of them to find the kernel
-that it has compiled for such arguments. Triton 3 is faster by itself."""
+"""Launches kernels of Triton 2.2 in 8 us of CPU time. The launcher of Triton 2.2 takes 95 us, mostly to find the kernel
+that it has compiled for the types of the arguments. The launcher of Triton 3 is faster."""
 
 from collections.abc import Callable
 from operator import itemgetter
@@ -13,8 +13,8 @@ NUMBERS = frozenset((int, bool, float, type(None)))
 
 
 class QuickKernel(JITFunction[Any]):
-    """A kernel of Triton 2.2. The first launch with such arguments is Triton's own, which compiles it; later ones go to
-    the compiled kernel."""
+    """A kernel of Triton 2.2. Triton itself compiles and launches it the first time that arguments have certain types;
+    later launches call the compiled kernel directly."""
 
     def __init__(self, function: Callable[..., None], **options: Any) -> None:
         super().__init__(function, **options)
@@ -26,7 +26,8 @@ class QuickKernel(JITFunction[Any]):
     def run(self, *values: Any, grid: tuple[int, ...], **named: Any) -> None:
         device = torch._C._cuda_getDevice()
         arguments = [*values, *named.values()]
-        # All that Triton asks of arguments before it compiles; of numbers, which are the same in most steps, more.
+        # The key contains everything about the arguments that Triton compiles for. It contains numbers as a whole, because
+        # they are the same in most steps.
         key = [device, len(values), *named, *map(type, arguments)]
         for place, value in enumerate(arguments):
             if type(value) in NUMBERS:
@@ -42,7 +43,7 @@ class QuickKernel(JITFunction[Any]):
             launch(grid, stream, arguments + self.defaults)
             return
         compiled = super().run(*values, grid=grid, **named)
-        # None: a hook on compilations has refused. Descriptors of TMA are left to Triton.
+        # `compiled` is None if a compilation hook refused. Kernels with TMA descriptors are always launched by Triton.
         if compiled and not getattr(compiled, "tensormaps_info", ()):
             names = [*self.names[: len(values)], *named, *self.names]
             taken = itemgetter(*map(names.index, self.taken))
@@ -50,8 +51,8 @@ class QuickKernel(JITFunction[Any]):
 
 
 def _launcher(compiled: CompiledKernel, taken: Callable[[list[Any]], Any]) -> Callable[..., None]:
-    """Returns a function that launches the kernel as Triton does, with Triton's hooks on launches. taken: picks what the
-    kernel gets of the arguments and defaults."""
+    """Returns a function that launches the kernel as Triton does, and calls the launch hooks. taken: picks the kernel's
+    arguments from the arguments and defaults."""
     launch = compiled.c_wrapper
     shape = (compiled.num_warps, compiled.num_ctas, *compiled.clusterDims, compiled.shared)
     function = compiled.cu_function

@@ -25,8 +25,9 @@ LIBRARY = torch.library.Library("mamba_fsdp", "FRAGMENT")
 RUNS: dict[str, Callable[..., Any]] = {}  # the `run` of each operator, by name
 OLDEST = (8, 0)  # oldest supported compute capability, the first in every kernel's table
 Blocks = Mapping[str, int]  # constants of a kernel, and its num_warps
-# Arguments for which Triton compiles no other code if 16 divides them or if they are 1. Most follow from the number of
-# positions, which differs in each prompt and in the last window of an evaluation. Addresses are as aligned without.
+# Arguments that Triton does not specialize for: it compiles no other code if they are divisible by 16 or equal to 1. Most
+# of them depend on the number of positions, which differs in each prompt and in the last window of an evaluation. The
+# alignment of addresses does not depend on them.
 LENGTH_ARGUMENTS = (
     "length rows row_programs segments per_segment segment_chunks vocab labels token_weights"
 ).split()
@@ -168,16 +169,16 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def rows(t: Tensor) -> Tensor:
-    """Returns a (batch, length, ...) as (batch, length, channels) with contiguous channels and positions that are evenly
-    spaced over the whole batch. The model's tensors are not copied."""
+    """Returns t (batch, length, ...) as (batch, length, channels), with contiguous channels and with positions that are
+    evenly spaced over the whole batch. Tensors that the model makes are not copied."""
     t = t.flatten(2)
     is_even = len(t) == 1 or t.stride(0) == t.shape[1] * t.stride(1)
     return t if is_even and t.stride(2) == 1 else t.contiguous()
 
 
 def blocks(table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blocks:
-    """Returns a kernel's block sizes: the entry of its `table` for the newest architecture (compute capability) that is
-    not newer than the device's. Equal devices thus give equal bits at every start."""
+    """Returns the block sizes of a kernel: the entry of `table` for the newest compute capability that is not newer than
+    the device. They depend only on the device, so that equal devices give equal bits."""
     own = _capability(device) if device.type == "cuda" else OLDEST
     if own in table:
         return table[own]
@@ -193,7 +194,7 @@ def is_version_2() -> bool:
 
 
 def kernel(function: Callable[..., None]) -> Any:
-    """Decorates a kernel that is launched, as triton.jit does, which decorates the functions that kernels call."""
+    """Decorates a kernel that the host launches. Functions that kernels call are decorated with triton.jit."""
     if is_version_2() and not interpreted():
         from mamba_fsdp.ops.quick_kernel import QuickKernel
 

@@ -20,7 +20,7 @@ MAX_TOKENS = {
     "interop": 12_385,
     "launch": 23_174,
     "model": 11_173,
-    "ops": 36_861,
+    "ops": 36_863,
     "parallel": 7_060,
     "planning": 7_012,
     "reporting": 3_935,

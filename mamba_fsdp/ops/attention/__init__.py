@@ -20,15 +20,13 @@ BACKENDS = modules(__name__)
 
 @dataclass
 class Documents:
-    """The documents of a batch, which the host has to know to launch attention's kernels. A compiled graph passes the
+    """The documents of a batch. The host has to know them to launch the kernels of attention. A compiled graph passes the
     object on without reading it; otherwise it would be compiled again for every batch."""
 
-    lengths: list[
-        int
-    ]  # in positions: of the documents of the first row, then of the second row, and so on
-    asking: list[int] | None = (
-        None  # how many of each document's last positions have queries; None: all
-    )
+    # The number of positions of each document: first the documents of the first row, then of the second row, and so on.
+    lengths: list[int]
+    # The number of queries of each document, which belong to its last positions; None if all positions have queries.
+    asking: list[int] | None = None
 
     @classmethod
     def of(cls, seq_idx: Tensor) -> "Documents":

@@ -1,6 +1,6 @@
-"""Computes attention of all documents of a batch in one call of the FlashAttention that PyTorch has for CUDA. The
-operator below PyTorch's functions takes the documents' bounds on both stacks. The public varlen_attn does not serve:
-torch 2.2 lacks it, and in torch 2.10 it takes neither fewer heads of keys than of queries nor a window."""
+"""Computes attention of all documents of a batch in one call of PyTorch's FlashAttention for CUDA. The internal operator
+aten._flash_attention_forward takes the bounds of the documents on both stacks. The public varlen_attn is not enough:
+torch 2.2 lacks it, and in torch 2.10 it supports neither grouped queries nor a window."""
 
 from itertools import accumulate
 from typing import TYPE_CHECKING

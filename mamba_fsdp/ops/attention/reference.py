@@ -11,9 +11,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mamba_fsdp.ops.attention import Documents
 
-MASK_ELEMENTS = (
-    1 << 22
-)  # of a mask; masks are made only if just a document's last positions have queries
+# The largest mask. Masks are needed only if just the last positions of a document have queries.
+MASK_ELEMENTS = 1 << 22
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

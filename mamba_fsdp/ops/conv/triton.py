@@ -1,5 +1,6 @@
-"""Computes the causal convolution by a Triton kernel: triton_kernels.py. Keeps only its inputs for the backward pass.
-There every block of rows sums its part of the weight's gradient, which gives the same bits in every run."""
+"""Computes the causal convolution with the Triton kernel in triton_kernels.py. It keeps only its inputs for the backward
+pass. There, each program sums a part of the weight's gradient over a block of rows, so that every run gives the same
+bits."""
 
 import torch
 from torch import Tensor

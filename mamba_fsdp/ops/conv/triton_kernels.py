@@ -1,11 +1,11 @@
-"""Holds the kernel of the causal convolution, forward and backward. A program goes through ROWS rows of CHANNELS
-channels. It has the last inputs, x1 to x3, in registers and reads two rows ahead; it begins five rows early to fill the
-registers.
+"""The kernel of the causal convolution, forward and backward. A program computes ROWS rows of CHANNELS channels. It keeps
+the last inputs, x1 to x3, in registers and reads two rows ahead. It begins five rows early to fill these registers.
 
 w0 to w3 are the weights of x[t] to x[t-3]; weights beyond the convolution's width are 0.
 
-Each name that a loop changes begins with a tensor of its own. Triton 3 takes a name for unchanged if a trip of the loop
-leaves it with the tensor that it began with: x3, which gets what next2 was, would stay 0 if they began as one.
+Each variable that a loop changes is initialised with a tensor of its own. Triton 3 treats a variable as unchanged if an
+iteration ends with the tensor with which the variable began, even under another name: x3, which takes the value of
+next2, would stay 0 if both were initialised with the same tensor.
 """
 
 import triton.language as tl
@@ -34,9 +34,9 @@ def walk(  # noqa: PLR0915
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Writes to OUT the result if BACK is 0; if it is 3, the gradient of X, to which GRAD of three more rows adds; r1
-    to r3 gather the gradients of rows t-1 to t-3. SUMS (sequences x row_programs, channels x WIDTH + channels) gets these
-    rows' part of the gradients of the weight and of the bias."""
+    """Writes the result to OUT if BACK is 0. If BACK is 3, writes the gradient of X to OUT; it depends on GRAD up to three
+    rows later, and r1 to r3 accumulate the gradients of rows t-1 to t-3. SUMS (sequences x row_programs, channels x WIDTH +
+    channels) gets the part of these rows in the gradients of the weight and of the bias."""
     rows = tl.program_id(0) // channel_programs
     batch = (rows // row_programs).to(tl.int64)
     begin = rows % row_programs * ROWS

@@ -1,5 +1,5 @@
-"""Computes the gated delta rule of Gated DeltaNet: a state that replaces what it holds for a key, rather than adding to
-it.
+"""Computes the gated delta rule of Gated DeltaNet: a new value replaces the value that the state contains for its key; it
+is not only added.
 
 For every head, with the state S as a (d_state, headdim) matrix:
 
@@ -38,7 +38,7 @@ def gated_delta_rule(
     """Returns y, like v, for whole sequences of any length, or with `return_last_state` (y, last state in compute
     type).
 
-    q, k (batch, length, groups, d_state), of any length; each group serves an equal number of consecutive heads; v (batch,
+    q, k (batch, length, groups, d_state), normed here; each group serves an equal number of consecutive heads; v (batch,
     length, heads, headdim); g, the logarithm of the decay, negative, and beta, in compute type, (batch, length, heads);
     seq_idx (batch, length): the state is reset to zero where it changes; initial_state (batch, heads, d_state,
     headdim), or None for zeros: the state before the first document of each row.

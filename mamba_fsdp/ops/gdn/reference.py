@@ -1,5 +1,5 @@
-"""Computes the gated delta rule in plain PyTorch, chunk by chunk. For the backward pass it keeps what _Chunk has of
-each chunk, the state before it, the inverse of I + M, and U.
+"""Computes the gated delta rule in plain PyTorch, chunk by chunk. For the backward pass it keeps, for each chunk, the
+tensors of _Chunk, the state before it, the inverse of I + M, and U.
 
 Queries stand above keys in one matrix, because both read the state and both are multiplied with the chunk's keys. The
 gradients of what they read are the gradients of y and, with the sign changed, of the right-hand side of the chunk's
@@ -35,16 +35,16 @@ def _by_position(t: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 
 
 class _Chunk(NamedTuple):
-    """What the outputs and the state of a chunk are made of; each tensor is (batch, heads, ...)."""
+    """The tensors from which the outputs and the state of a chunk are computed; each is (batch, heads, ...)."""
 
     qk: Tensor  # queries above keys, of length 1
-    scale: Tensor  # what they have been multiplied by
+    scale: Tensor  # the factors that gave them length 1
     beta: Tensor
     products: Tensor  # of queries and keys with keys
     weights: Tensor  # of these products, in y and in M
-    start_weights: Tensor  # of what queries and keys read of the state before the chunk
-    to_end: Tensor  # decays
-    decay: Tensor  # of the state through the chunk
+    start_weights: Tensor  # of the products of queries and keys with the state before the chunk
+    to_end: Tensor  # decays from each position to the end of the chunk
+    decay: Tensor  # the decay of the state over the whole chunk
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, g: Tensor, beta: Tensor, seq_idx: Tensor | None) -> "_Chunk":

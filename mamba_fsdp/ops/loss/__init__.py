@@ -1,5 +1,5 @@
-"""Computes the output layer and its loss in one operator, which goes through the tokens in chunks: the logits of a
-whole batch never exist at once.
+"""Computes the output layer and its loss in one operator, chunk by chunk, so that the logits of a whole batch never exist
+at once.
 
 loss = sum over counted tokens of w (logsumexp(W h) - (W h)[label]), with w = 1 by default. The gradient of a chunk's
 logits, w (softmax - onehot), is known together with its loss, so that the forward pass also computes the gradients of h
@@ -16,8 +16,8 @@ from mamba_fsdp.conventions import compute_type
 from mamba_fsdp.ops.backends import modules
 
 BACKENDS = modules(__name__)
-# Tokens whose logits exist at a time. For each chunk, the fp32 gradient of the weight is read and written once; on a GPU
-# that would take longer than it is worth to save memory.
+# Tokens whose logits exist at a time. Each chunk reads and writes the fp32 gradient of the weight once. On a GPU, chunks are
+# larger, because this takes more time there than the saved memory is worth.
 CHUNK = 1024
 CHUNK_ON_GPU = 4096
 

@@ -1,5 +1,5 @@
-"""Computes the loss of a chunk of tokens by one Triton kernel, triton_kernels.py. The gradient takes the place of the
-logits. The order of all sums depends on sizes alone."""
+"""Computes the loss of a chunk of tokens with the Triton kernel in triton_kernels.py, which overwrites the logits with
+their gradient. The order of all sums depends only on sizes."""
 
 import math
 

@@ -1,5 +1,5 @@
-"""Holds the kernel of the loss. A program computes one token: it reads the logits once for the largest and the sum of
-exponentials, and once more for the gradient, which it writes in their place: 6 bytes a logit of two bytes."""
+"""The kernel of the loss. A program computes one token. It reads the logits once for the maximum and the sum of the
+exponentials, and once more for the gradient, which it writes in their place. It thus moves 6 bytes for each 2-byte logit."""
 
 import triton
 import triton.language as tl
@@ -27,7 +27,7 @@ def cross_entropy(
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the loss of each token, and with GRADIENT the gradient of its logits (tokens, vocab) over them.
+    """Writes the loss of each token. With GRADIENT, overwrites the logits (tokens, vocab) with their gradient.
 
     MULTIPLE: a divisor of vocab, from which the compiler knows how rows are aligned.
     """

@@ -1,7 +1,7 @@
-"""Computes RMSNorm by Triton kernels: triton_kernels.py. For the backward pass, the norm of a residual sum keeps the
-sum, and the gated norm its inputs. There, every block of ROWS rows sums its part of the weight's gradient, and then the
-parts are summed. The sizes alone decide the blocks, so that equal inputs give equal bits in every run and on all equal
-GPUs."""
+"""Computes RMSNorm with the Triton kernels in triton_kernels.py. For the backward pass, the norm of a residual sum keeps
+the sum, and the gated norm keeps its inputs. Each program of the backward pass sums a part of the weight's gradient over
+ROWS rows; then the parts are summed. The blocks depend only on sizes, so that equal inputs give equal bits in every run
+and on all equal GPUs."""
 
 from functools import cache, partial
 from typing import Any
@@ -14,13 +14,13 @@ from torch.autograd.function import once_differentiable
 from mamba_fsdp.ops import triton
 
 why_unavailable = triton.why_unavailable
-ROWS = 16  # of a program of the backward pass
+ROWS = 16  # the number of rows of a program in the backward pass
 
 
 @cache
 def blocks(channels: int) -> triton.Blocks:
-    """Returns a kernel's constants for groups of this size: 8 channels a thread, 16 if these would be more than 16
-    warps, and at most 32 warps."""
+    """Returns the constants of a kernel for groups of this size. A thread has 8 channels; if that would take more than 16
+    warps, it has 16 channels or more, in at most 32 warps."""
     block = 1 << (channels - 1).bit_length()
     warps = max(min(block // 256, 16), min(block // 512, 32), 1)
     return {"BLOCK": block, "num_warps": warps}

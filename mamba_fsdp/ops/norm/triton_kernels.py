@@ -1,9 +1,9 @@
-"""Holds the kernels of RMSNorm, forward and backward: of X + RESIDUAL, of X * silu(Z), or with GATE_LAST of X, times
-silu(Z). RESIDUAL or Z is absent.
+"""The kernels of RMSNorm, forward and backward. The norm is applied to X + RESIDUAL, or to X * silu(Z); with GATE_LAST it
+is applied to X, and the result is multiplied by silu(Z). RESIDUAL or Z is None.
 
-A program holds the channels of one group of a row in registers. BLOCK is the first power of two that is not below
-`channels`, the group's size. A backward program takes ROWS rows, one after the other, and writes their part of the
-weight's gradient to its row of SUMS. So the sizes alone decide the order of all sums.
+A program holds the channels of one group of a row in registers. BLOCK is the smallest power of two that is at least
+`channels`, the size of a group. A backward program takes ROWS rows, one after the other, and writes their part of the
+weight's gradient to its row of SUMS. The order of all sums therefore depends only on sizes.
 """
 
 import triton
@@ -37,7 +37,7 @@ def norm(
     z_row=0,
     GATE_LAST: tl.constexpr = False,
 ):
-    """Writes the result to OUT, the sum to TOTAL, if it is there, and the factor that normed each group to SCALE."""
+    """Writes the result to OUT, X + RESIDUAL to TOTAL, unless it is None, and the factor that normed each group to SCALE."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.num_programs(1)
     group = tl.program_id(1)
@@ -84,9 +84,9 @@ def norm_back(
     grad_z_row=0,
     GATE_LAST: tl.constexpr = False,
 ):
-    """Writes the gradients. X is what the forward pass normed, without the gate: TOTAL, if there was a residual. GRAD
-    and GRAD_TOTAL are the gradients of OUT and TOTAL. NORMED, if it is there, gets OUT again, but without a gate that
-    comes last."""
+    """Writes the gradients. X is the input of the forward pass, or TOTAL if there was a residual. GRAD and GRAD_TOTAL are
+    the gradients of OUT and TOTAL. The norm's output, without a gate that comes last, is written to NORMED, unless it is
+    None."""
     program = tl.program_id(0).to(tl.int64)
     groups = tl.num_programs(1)
     group = tl.program_id(1)
@@ -105,7 +105,7 @@ def norm_back(
             z = _read(Z + row * z_row + c, inside)
             sigmoid = _sigmoid(z)
             gate = z * sigmoid
-            grad_z = sigmoid * (1 + z - gate)  # silu's derivative, then times what follows it
+            grad_z = sigmoid * (1 + z - gate)  # the derivative of silu; the other factors follow
             if not GATE_LAST:
                 grad_z *= x
                 normed *= gate

@@ -1,8 +1,8 @@
 """Computes the selective scan in plain PyTorch.
 
-It goes through the sequence in chunks. Inside a chunk, each position is one in-place multiply-add on a (batch, d_state,
-d_inner) slab. Only the state at each chunk's entry is kept; the backward pass recomputes one chunk at a time, the last
-one first. A closed form with exp of a cumulative sum would overflow at values of dt that occur in training.
+The sequence is computed in chunks. Inside a chunk, each position is one in-place multiply-add on a (batch, d_state,
+d_inner) slab. Only the state before each chunk is kept; the backward pass recomputes one chunk at a time, beginning with
+the last one. A closed form with exp of a cumulative sum would overflow at values of dt that occur in training.
 """
 
 from functools import partial
@@ -15,11 +15,12 @@ from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.conventions import compute_type
 
-CHUNK = 16  # positions; three (CHUNK, batch, d_state, d_inner) buffers are used at a time, and 1 / CHUNK of one is kept
+# Positions of a chunk. Three (CHUNK, batch, d_state, d_inner) buffers are in use at a time.
+CHUNK = 16
 
 
 class _Chunk:
-    """The arithmetic of one chunk, time first: buffers are (steps, batch, d_state, d_inner)."""
+    """The arithmetic of one chunk. Its buffers have time as the first dimension: (steps, batch, d_state, d_inner)."""
 
     def __init__(
         self,
@@ -46,23 +47,24 @@ class _Chunk:
             self.decay.masked_fill_(starts[:, span].T[:, :, None, None], 0.0)
 
     def outer(self, channels: Tensor, states: Tensor) -> Tensor:
-        """Returns the slabs of channels (batch, steps, d_inner) * states, which broadcast to (d_state, d_inner)."""
-        # mul would lay its result out as `channels`, in which no step is contiguous; this buffer prevents that.
+        """Returns channels (batch, steps, d_inner) times states, a tensor that broadcasts to (d_state, d_inner), as one slab
+        for each step."""
+        # Without `out`, mul would give its result the layout of `channels`, in which steps are not contiguous.
         return torch.mul(
             channels.transpose(0, 1).unsqueeze(2), states, out=states.new_empty(self.shape)
         )
 
     def states(self, entry: Tensor) -> Tensor:
-        """Returns the state after each position, (steps, batch, d_state, d_inner). entry: the state before the
-        first."""
+        """Returns the state after each position, (steps, batch, d_state, d_inner). entry: the state before the first
+        position."""
         states = self.outer(self.input, self.B.unsqueeze(3))
         for state, decay in zip(states, self.decay):
             entry = state.addcmul_(entry, decay)
         return states
 
     def adjoints(self, grad_y: Tensor, grad_exit: Tensor) -> Tensor:
-        """Returns the gradient of the state after each position. grad_y: of y; grad_exit: of the last state, from later
-        chunks."""
+        """Returns the gradient of the state after each position. grad_y: the gradient of y; grad_exit: the gradient of the
+        last state through later chunks."""
         adjoints = self.outer(grad_y, self.C.unsqueeze(3))
         behind = adjoints[-1].add_(grad_exit)
         for step in range(len(adjoints) - 2, -1, -1):
@@ -130,7 +132,8 @@ class _Scan(torch.autograd.Function):
             grad_B[:, span] = chunk.over_channels(adjoints, chunk.input)
             grad_input = chunk.over_states(chunk.B, adjoints)
             carried = adjoints[0] * chunk.decay[0]
-            # Through the decay, delta's gradient is adjoint * previous state * decay * A; A's has delta in place of A.
+            # Through the decay, the gradient of delta is adjoint * previous state * decay * A. The gradient of A has delta
+            # as the last factor.
             through_decay = chunk.decay.mul_(adjoints)
             through_decay[0].mul_(entry)
             through_decay[1:].mul_(states[:-1])

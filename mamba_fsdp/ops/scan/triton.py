@@ -1,5 +1,5 @@
-"""Computes the selective scan in Triton: triton_kernels.py. Equal inputs give equal bits on equal GPUs: nothing is
-added with atomics, and the cut of a row into segments depends only on sizes."""
+"""Computes the selective scan with the Triton kernels in triton_kernels.py. Equal inputs give equal bits on equal GPUs:
+no kernel uses atomic additions, and how a row is cut into segments depends only on sizes."""
 
 from typing import Any, NamedTuple
 
@@ -13,18 +13,17 @@ from mamba_fsdp.ops.backends import Use
 why_unavailable = triton.why_unavailable
 TILE = 4  # positions that a kernel reads together
 CHUNK = 64  # positions from one kept state to the next
-FILL = 1024  # programs that keep a GPU busy; if batch and channels make fewer, rows are cut
+FILL = 1024  # programs that keep a GPU busy; if batch and channels give fewer, rows are cut into segments
 # Channels of a program. A program has a warp for every 16 states.
 FORWARD_CHANNELS = 32
 CHANNELS = 32
-# The largest d_state that a Triton was seen to compile. At 128, the compiler of Triton 2.2 dies by a signal.
+# The largest d_state that each version of Triton is known to compile. With 128, the compiler of Triton 2.2 crashes.
 STATES_OF_2 = 64
 STATES = 256
 
 
 class Inputs(NamedTuple):
-    """A scan's inputs as in ops/scan, except that BC has B and C, (batch, length, 2, d_state), and
-    that A is log(-A) if a_is_log."""
+    """The inputs of a scan, as in ops/scan. BC (batch, length, 2, d_state) contains B and C. If a_is_log, A is log(-A)."""
 
     u: Tensor
     dt: Tensor
@@ -45,7 +44,8 @@ def why_not(use: Use) -> str | None:
 
 
 def segments_of(programs: int, chunks: int) -> tuple[int, int]:
-    """Returns (segments of each row, chunks of each segment). programs: how many programs whole rows make."""
+    """Returns the number of segments of a row, and the number of chunks of a segment. programs: their number if rows are
+    not cut."""
     most = min(chunks, -(-FILL // programs))
     segment_chunks = -(-chunks // most)
     return -(-chunks // segment_chunks), segment_chunks
@@ -102,18 +102,18 @@ class _Scan:
         return self.u.new_empty(shape, dtype=torch.float32)
 
     def slabs(self, *places: int) -> Tensor:
-        """Returns an uninitialised state, (d_state, d_inner), for each of these places."""
+        """Returns uninitialised states, (*places, d_state, d_inner)."""
         return self.floats(*places, self.states, self.channels)
 
     def sweep(self, segments: int, u: Tensor, **others: Tensor | bool | None) -> None:
-        """Launches the kernel `sweep`. others: the arguments that differ between its launches."""
+        """Launches the kernel `sweep`. others: the arguments that differ from launch to launch."""
         from mamba_fsdp.ops.scan.triton_kernels import sweep
 
         sweep[self.blocks, segments, self.batch](u=u, **self.shared, **others)
 
     def cut(self, u: Tensor, reverse: bool) -> None:
-        """Computes, if rows are cut, the state at each segment's end, started from zeros; other segments start from
-        these."""
+        """If rows are cut, computes the state at the end of each segment, started from zeros. From these, the kernels
+        compute the states before the segments."""
         ends = self.slabs(self.batch, self.segments)
         self.shared["ends"] = ends
         self.shared["totals"] = self.floats(self.batch, self.segments, self.channels)
@@ -125,8 +125,8 @@ class _Scan:
 def scan_forward(
     inputs: Inputs, state: Tensor | None, keep: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (y, last state, entries). With `keep`, entries are the states (batch, chunks, d_state, d_inner) at chunk
-    entries, from which scan_backward starts."""
+    """Returns (y, last state, entries). With `keep`, entries are the states before each chunk, (batch, chunks, d_state,
+    d_inner), from which scan_backward starts."""
     scan = _Scan(inputs, FORWARD_CHANNELS)
     u = inputs.u
     last = scan.slabs(scan.batch)
@@ -154,8 +154,8 @@ def scan_backward(
     entries: Tensor,
     grad_z: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of u, dt, A (of log(-A) if a_is_log), BC, D, z, dt_bias and the initial state, and y as
-    scan_forward returns it. grad_z: the tensor for the gradient of z."""
+    """Returns the gradients of u, dt, A (or log(-A), if a_is_log), BC, D, z, dt_bias and the initial state, and then y.
+    The gradient of z is written to `grad_z`, if given."""
     scan = _Scan(inputs, CHANNELS)
     u, dt, A, *_ = inputs
     grad_out = grad_out.contiguous()

@@ -1,17 +1,18 @@
-"""Holds the selective scan's kernels (formula: __init__.py): sweeps over time that keep their states in registers.
+"""The kernels of the selective scan (formula: __init__.py). They sweep over time and keep the states in registers.
 
 A program is a warp (more warps for more than 16 states) and computes, for one row of the batch, CHANNELS channels with
 their N states over one segment of the row's chunks. If batch and channels fill the GPU, a row is one segment. Otherwise
-LOCAL sweeps go through each segment from a zero state, and the state before a segment is summed up from their results.
+LOCAL sweeps go through each segment from a zero state, and the state before a segment is computed from their results.
 
 Positions are read in tiles of four; each tile is read while the previous one is computed. A is (channels, states), or
-log(-A) if A_IS_LOG; a state is a `slab` (states, channels). BC (batch, tiles, 4, 2, N) has B and C in float32, with zeros
-after the states and after the row's end. `starts` (batch, tiles, 4) is not 0 where a document starts: an endless step clears the state there.
-Positions after the row's end have delta 0, which leaves the state unchanged. EVEN: no mask is needed.
+log(-A) if A_IS_LOG. A `slab` is the number of elements of a state (states, channels). BC (batch, tiles, 4, 2, N) contains B
+and C in float32, padded with zeros after the states and after the row's end. `starts` (batch, tiles, 4) is not 0 where a
+document starts; an endless step clears the state there. Positions after the row's end have delta 0, which leaves the
+state unchanged. EVEN: no mask is needed.
 
 Forward in time, a thread has all states of a channel, so that sums over states need no other thread. Backward in time,
-there are sums over channels too: eight threads share the channels and four the states. The compiler lays tensors out as
-they are read: `_alone` keeps a thread from reading several channels at once.
+there are also sums over channels, so that eight threads share the channels and four share the states. The compiler
+chooses the layout of a tensor by how it is read: `_alone` keeps a thread from reading several channels at once.
 
 Rows can lie so far apart that a position's address takes 64 bits; therefore pointers advance with each tile.
 """
@@ -28,13 +29,13 @@ ENDLESS = tl.constexpr(1e30)  # a step that makes the decay 0
 
 @triton.jit
 def _load(pointer, mask):
-    """Returns the values in float32, because the interpreter can't calculate in bfloat16."""
+    """Returns the values in float32. The interpreter can't calculate in bfloat16."""
     return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _inside(mask, t, length, EVEN):
-    """Returns mask & (t < length), in a form that works with the interpreter: its & takes only tensors."""
+    """Returns mask & (t < length), in a form that the interpreter accepts: its & takes only tensors."""
     if not EVEN:
         mask = tl.where(mask, t, length) < length
     return mask
@@ -42,8 +43,8 @@ def _inside(mask, t, length, EVEN):
 
 @triton.jit
 def _picked(tile, chosen, axis: tl.constexpr):
-    """Returns the one chosen row or column of a tile. It sums integers, because the compiler drops zeros from their
-    sum."""
+    """Returns the one chosen row or column of a tile. It adds the values as integers, because the compiler removes
+    additions of zero only for integers."""
     bits = tl.where(chosen, tile.to(tl.int32, bitcast=True), 0)
     return tl.expand_dims(tl.sum(bits, axis=axis).to(tl.float32, bitcast=True), axis)
 
@@ -75,7 +76,8 @@ def _slope(delta):
 
 @triton.jit
 def _steps(dt, bias, starts, inside, EVEN):
-    """Returns delta at a tile's positions, and the steps of the states: delta, but endless at a document's start."""
+    """Returns delta at the positions of a tile, and the steps of the states: like delta, but endless at the start of a
+    document."""
     delta = _softplus(dt.to(tl.float32) + bias)
     if not EVEN:
         delta = tl.where(inside, delta, 0.0)
@@ -94,7 +96,7 @@ def _alone(CHANNELS):
 
 @triton.jit
 def _rates(A, n, channel, states, mask, A_IS_LOG):
-    """Returns the logarithms to base 2 of the decays by a step of 1."""
+    """Returns the rates of decay: the logarithm to base 2 of the decay for a step of 1."""
     a = _load(A + channel * states + n, mask)
     if A_IS_LOG:
         a = -tl.math.exp2(a * LOG2E)
@@ -103,7 +105,7 @@ def _rates(A, n, channel, states, mask, A_IS_LOG):
 
 @triton.jit
 def _read_BC(BC, N):
-    """Returns B and C, (N, 2), of each of a tile's four positions."""
+    """Returns B and C, as one (N, 2) tensor for each of the four positions of a tile."""
     return tl.load(BC), tl.load(BC + 2 * N), tl.load(BC + 4 * N), tl.load(BC + 6 * N)
 
 
@@ -121,13 +123,14 @@ def _one_of(bc0, bc1, bc2, bc3, i: tl.constexpr):
 
 @triton.jit
 def _read(tensor, row, inside):
-    """Returns a tile, (4, CHANNELS)."""
+    """Returns four positions of a tensor, (4, CHANNELS)."""
     return tl.load(tensor + tl.arange(0, 4)[:, None] * row, mask=inside, other=0.0)
 
 
 @triton.jit
 def _through_tile(h, y, step, x, bc0, bc1, bc2, bc3, A, LOCAL, REVERSE):
-    """Returns the state after a tile's positions (before them, if REVERSE), and y plus the states' part."""
+    """Returns the state after the positions of a tile (with REVERSE, before them), and y with the part of the states
+    added."""
     two = tl.arange(0, 2)[None, :]
     four = tl.arange(0, 4)[:, None]
     for j in tl.static_range(4):
@@ -266,8 +269,8 @@ def _through_chunk(  # noqa: PLR0915
 
 @triton.jit
 def _entering(h, ends, totals, A, slab, channels, other, order, count, both, here):
-    """Returns the state after `count` segments, from the results of LOCAL sweeps. The first is `other`; `order` is 1 or
-    -1."""
+    """Returns the state after `count` segments, computed from the results of LOCAL sweeps. The first segment is number
+    `other`; `order` is 1 or -1."""
     for i in range(0, count):
         decay = tl.math.exp2(_load(totals + (other + i * order) * channels, here) * A)
         h = decay * h + _load(ends + (other + i * order) * slab, both)
@@ -306,9 +309,9 @@ def sweep(
 ):
     """Writes y, the last state and, unless `entries` is None, the state at each chunk's entry.
 
-    LOCAL: instead, for each segment but the last, writes the state at its end, started from zeros, and the sum of its
-    steps; out, entries and last are None. LOCAL and REVERSE: for each segment but the first, the adjoint at its start, from zeros at its end; u is then
-    the gradient of y.
+    LOCAL: instead, it starts each segment but the last from a state of zeros, and writes the state at its end and the sum
+    of its steps; out, entries and last are None. LOCAL and REVERSE: it starts each segment but the first from zeros at its
+    end, and writes the adjoint at its start; u is then the gradient of y.
     """
     row = tl.program_id(2).to(tl.int64)
     segment = tl.program_id(1)
@@ -397,11 +400,12 @@ def _position(
     deltas,
     BC,
     starts,
+    A,
     inside,
     N,
     CHANNELS,
 ):
-    """Returns delta, the step, u, delta * u, the gradient of y, B and C of position t + i. `starts` is of the row; the
+    """Returns delta, the decay, u, delta * u, the gradient of y, B and C of position t + i. `starts` is of the row; the
     other pointers are to position t."""
     delta = tl.load(deltas + i * CHANNELS)
     value = _load(u + i * channels, inside)
@@ -410,8 +414,9 @@ def _position(
     step = delta
     if starts is not None:
         step = tl.where(tl.load(starts + t + i) != 0, ENDLESS, delta)
+    decay = tl.math.exp2(step[None, :] * A)
     BC += i * 2 * N
-    return delta, step, value, delta * value, grad_y, tl.load(BC), tl.load(BC + N)
+    return delta, decay, value, delta * value, grad_y, tl.load(BC), tl.load(BC + N)
 
 
 @triton.jit
@@ -424,9 +429,7 @@ def _back(
     before,
     decay,
     delta,
-    step,
     value,
-    x,
     grad_y,
     b,
     c,
@@ -439,16 +442,16 @@ def _back(
     inside,
     N,
 ):
-    """Returns the adjoint g of the state before a tile's position i, and both sums with this position added. The g that it
-    gets is of the state after it, without the part from y at this position."""
+    """Returns the adjoint of the state before position i of a tile, and both sums with this position added. The argument
+    g is the adjoint of the state after the position, without the part from y at the position."""
     grad_BC += i * 2 * N
     g += grad_y[None, :] * c[:, None]
     tl.store(grad_BC + N, tl.sum(after * grad_y[None, :], axis=1))
-    tl.store(grad_BC, tl.sum(g * x[None, :], axis=1))
+    tl.store(grad_BC, tl.sum(g * (delta * value)[None, :], axis=1))
     sum_x = tl.sum(g * b[:, None], axis=0)
     g *= decay
     through_decay = g * before
-    sum_A += through_decay * step[None, :]
+    sum_A += through_decay * delta[None, :]  # through_decay is 0 where a document starts
     grad_raw = (tl.sum(through_decay * A, axis=0) * LN2 + sum_x * value) * _slope(delta)
     tl.store(grad_u + i * channels, sum_x * delta + grad_y * D, mask=inside)
     tl.store(grad_dt + i * channels, grad_raw, mask=inside)
@@ -491,8 +494,8 @@ def backward(  # noqa: PLR0915
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Writes all gradients and y. The gradients of B and C are by block of channels; grad_sums has those of A, D and the
-    bias, side by side, by row and segment."""
+    """Writes all gradients and y. grad_BC has a part of the gradients of B and C for each block of channels; grad_sums has
+    parts of the gradients of A, D and the bias, side by side, for each row and segment."""
     row = tl.program_id(2).to(tl.int64)
     segment = tl.program_id(1)
     segments = tl.num_programs(1)
@@ -520,7 +523,7 @@ def backward(  # noqa: PLR0915
     z += row * length * z_row
     grad_z += row * length * grad_z_row
     scratch += (place * tl.num_programs(0) + block) * ((CHUNK // 4 + 2) * (N + 4) * CHANNELS)
-    # A goes through memory, since read as it lies it would spread the states over the threads in another way.
+    # The rates go through memory: loaded from A directly, they would have another layout over the threads.
     rates = scratch + (CHUNK // 4 + 1) * (N + 4) * CHANNELS + n[:, None] * CHANNELS + lane[None, :]
     tl.store(rates, _rates(A, n[:, None], channel[None, :], states, both, A_IS_LOG))
     tl.debug_barrier()
@@ -597,7 +600,7 @@ def backward(  # noqa: PLR0915
             inside1 = _inside(here, t + 1, length, EVEN)
             inside2 = _inside(here, t + 2, length, EVEN)
             inside3 = _inside(here, t + 3, length, EVEN)
-            delta0, step0, u0, x0, grad0, b0, c0 = _position(
+            delta0, decay0, u0, x0, grad0, b0, c0 = _position(
                 0,
                 t,
                 u_t,
@@ -608,11 +611,12 @@ def backward(  # noqa: PLR0915
                 deltas,
                 BC_t,
                 starts,
+                A_back,
                 inside0,
                 N,
                 CHANNELS,
             )
-            delta1, step1, u1, x1, grad1, b1, c1 = _position(
+            delta1, decay1, u1, x1, grad1, b1, c1 = _position(
                 1,
                 t,
                 u_t,
@@ -623,11 +627,12 @@ def backward(  # noqa: PLR0915
                 deltas,
                 BC_t,
                 starts,
+                A_back,
                 inside1,
                 N,
                 CHANNELS,
             )
-            delta2, step2, u2, x2, grad2, b2, c2 = _position(
+            delta2, decay2, u2, x2, grad2, b2, c2 = _position(
                 2,
                 t,
                 u_t,
@@ -638,11 +643,12 @@ def backward(  # noqa: PLR0915
                 deltas,
                 BC_t,
                 starts,
+                A_back,
                 inside2,
                 N,
                 CHANNELS,
             )
-            delta3, step3, u3, x3, grad3, b3, c3 = _position(
+            delta3, decay3, u3, x3, grad3, b3, c3 = _position(
                 3,
                 t,
                 u_t,
@@ -653,6 +659,7 @@ def backward(  # noqa: PLR0915
                 deltas,
                 BC_t,
                 starts,
+                A_back,
                 inside3,
                 N,
                 CHANNELS,
@@ -660,10 +667,6 @@ def backward(  # noqa: PLR0915
             grad_u_t = grad_u + at * channels
             grad_dt_t = grad_dt + at * channels
             grad_BC_t = grad_BC + at * (2 * N)
-            decay0 = tl.math.exp2(step0[None, :] * A_back)
-            decay1 = tl.math.exp2(step1[None, :] * A_back)
-            decay2 = tl.math.exp2(step2[None, :] * A_back)
-            decay3 = tl.math.exp2(step3[None, :] * A_back)
             h1 = decay0 * h0 + x0[None, :] * b0[:, None]
             h2 = decay1 * h1 + x1[None, :] * b1[:, None]
             h3 = decay2 * h2 + x2[None, :] * b2[:, None]
@@ -676,9 +679,7 @@ def backward(  # noqa: PLR0915
                 h3,
                 decay3,
                 delta3,
-                step3,
                 u3,
-                x3,
                 grad3,
                 b3,
                 c3,
@@ -700,9 +701,7 @@ def backward(  # noqa: PLR0915
                 h2,
                 decay2,
                 delta2,
-                step2,
                 u2,
-                x2,
                 grad2,
                 b2,
                 c2,
@@ -724,9 +723,7 @@ def backward(  # noqa: PLR0915
                 h1,
                 decay1,
                 delta1,
-                step1,
                 u1,
-                x1,
                 grad1,
                 b1,
                 c1,
@@ -748,9 +745,7 @@ def backward(  # noqa: PLR0915
                 h0,
                 decay0,
                 delta0,
-                step0,
                 u0,
-                x0,
                 grad0,
                 b0,
                 c0,

@@ -1,6 +1,6 @@
 """Computes SSD in plain PyTorch. It keeps only its inputs: the backward pass recomputes decays and states. Heads of a
-group share B and C, so that products with B and C are one wide matrix product per chunk and group, with the decays
-folded into x.
+group share B and C, so that each product with B or C is one wide matrix product for each chunk and group, with the
+decays multiplied into x.
 
 Decays are computed as powers of two: on a CPU, exp2 is several times faster than exp and does not slow down if it
 underflows. The exponents are differences of sums in float64, so that a huge dt elsewhere in the chunk costs no digits.
@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from mamba_fsdp.conventions import compute_type
 
-CHUNK = 64  # positions, here only: larger chunks cost more decays, smaller ones more states
+# Positions of a chunk in this backend. Larger chunks need more decays, smaller ones more states.
+CHUNK = 64
 
 
 def in_chunks(t: Tensor, size: int) -> Tensor:
@@ -32,7 +33,7 @@ def in_chunks(t: Tensor, size: int) -> Tensor:
 def running_sums(values: Tensor, seq_idx: Tensor | None = None) -> Tensor:
     """Returns, for each position, the sum of values (..., positions, channels) up to it, within its document. seq_idx
     has the shape of values without the channels."""
-    # A GPU refuses cumsum in a deterministic run; a CPU then computes as a GPU does.
+    # cumsum raises an error on a GPU in a deterministic run. A CPU takes the same path then.
     if seq_idx is None and not torch.are_deterministic_algorithms_enabled():
         return values.cumsum(-2)
     shift = 1

@@ -1,6 +1,6 @@
 """Computes SSD in Triton. The forward pass is one sweep that keeps the states in registers and reads and writes only
-inputs and outputs. If batch and heads are too few to fill a GPU, segments of the sequence run in parallel; an earlier
-sweep computes the states before them. The backward pass recomputes the states before pairs of chunks, and their
+inputs and outputs. If batch and heads are too few to fill a GPU, segments of the sequence run in parallel, after a sweep
+from which the states before them follow. The backward pass recomputes the states before pairs of chunks, and their
 gradients after the pairs, by a sweep from each end. Then it computes all gradients: through positions of the same pair,
 and through the states. Equal sizes give equal bits, because sums have a fixed order."""
 
@@ -14,8 +14,8 @@ from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.backends import Use
 
 why_unavailable = triton.why_unavailable
-# With num_stages above 1, Triton copies a loop's next inputs ahead. On compute capability 10 and 12, Triton 3.5 to 3.7 then
-# computes wrong results (state-spaces/mamba #997): 1 there.
+# With num_stages above 1, Triton copies the next inputs of a loop ahead. On compute capability 10 and 12, Triton 3.5 to 3.7
+# then computes wrong results (state-spaces/mamba #997), so num_stages is 1 there.
 _NARROW = {"P": 32, "num_warps": 4, "num_stages": 2}
 SWEEP = {
     (8, 0): _NARROW,
@@ -36,11 +36,11 @@ FAR = {
     (10, 0): _FAR | {"ROWS": 64, "num_stages": 1},
     (12, 0): _FAR | {"num_stages": 1},
 }
-STATES = 8192  # of a program: its channels times d_state
-PROGRAMS = 512  # of a sweep that fills a GPU
-CHUNK = 32  # positions
-SEGMENTS = 16  # of a sequence, at most
-CHUNKS = 8  # of a segment, at least
+STATES = 8192  # the largest size of a program's state: its channels times d_state
+PROGRAMS = 512  # the number of programs of a sweep that fills a GPU
+CHUNK = 32  # the number of positions of a chunk, at most
+SEGMENTS = 16  # the number of segments of a sequence, at most
+CHUNKS = 8  # the number of chunks of a segment, at least
 
 
 class Inputs(NamedTuple):
@@ -65,8 +65,8 @@ def why_not(use: Use) -> str | None:
 
 
 def use_simpler_form() -> None:
-    """Makes the kernels use no wgmma and tcgen05, which take four warps and 64 rows: for a GPU that computes wrong
-    results with them."""
+    """Makes the kernels avoid wgmma and tcgen05 instructions, for a GPU that computes wrong results with them. Triton
+    uses these instructions only with at least four warps and 64 rows."""
     for table, simpler in (
         (SWEEP, {"P": 16, "num_warps": 2, "num_stages": 1}),
         (NEAR, {"num_warps": 2}),
@@ -77,13 +77,12 @@ def use_simpler_form() -> None:
 
 
 def _rows(**tensors: Tensor) -> dict[str, int]:
-    """Returns the strides along the length as constants of a kernel, which then needs no registers for the rows'
-    addresses."""
+    """Returns the strides along the length, as constants of a kernel. A kernel needs no registers for constants."""
     return {f"{name}_ROW": t.stride(1) for name, t in tensors.items()}
 
 
 class _Call:
-    """The inputs and sizes that the kernels of one call share, and the steps, from which decays are computed."""
+    """The inputs and sizes that the kernels of one call share, and the steps from which they compute decays."""
 
     def __init__(self, inputs: Inputs) -> None:
         from mamba_fsdp.ops.ssd.triton_kernels import add_up
@@ -202,8 +201,8 @@ class _Call:
 
 
 def ssd_forward(inputs: Inputs, remake: bool = False) -> tuple[Tensor, Any]:
-    """Returns (y, last state). The gradients need only the inputs. remake: returns, in place of the last state, what
-    saves ssd_backward a sweep: the call, and the states before each pair of chunks."""
+    """Returns (y, last state). The backward pass needs only the inputs. With `remake`, returns (y, (call, states before each
+    pair of chunks)); given these, ssd_backward needs one sweep less."""
     x = inputs.x
     y = x.new_empty(x.shape)
     if x.is_meta and not remake:

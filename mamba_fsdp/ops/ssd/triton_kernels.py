@@ -1,17 +1,17 @@
-"""Holds the kernels of SSD. `sweep` carries a head's states in registers from chunk to chunk. After the sweeps of the
+"""The kernels of SSD. `sweep` carries a head's states in registers from chunk to chunk. After the sweeps of the
 backward pass, `near` and `far` compute the gradients of B and C and the `flows` of each position: `near` from within
 its pair of chunks, `far` from the states before the pair and through the gradients of the states after it. From the
 flows, `finish` computes the gradients of dt, A and the bias.
 
-The exponents of decays are summed exactly, as fixed-point integers (units of 2**-31). A decay between two positions
-then depends, to the last bit, on nothing else in the chunk, such as other documents. Both parts of a sum, `high` in
+The exponents of decays are summed exactly, as fixed-point integers (units of 2**-31). Then no other position of the chunk,
+for example of another document, changes a single bit of the decay between two positions. Both parts of a sum, `high` in
 units of 2**-8 and `low`, are exact in fp32, and so are their differences.
 
 Q: positions of a chunk; W: positions of a pair; P: channels of a head in a program; N: d_state; P and N are padded.
-WIDE: dots are in fp32, as the interpreter needs.
+WIDE: matrix products are computed in fp32, as the interpreter needs.
 
-A loop over heads loads the next head's steps ahead. Triton loads its x, grad_y and states ahead by asynchronous copies
-(num_stages).
+A loop over heads loads the steps of the next head ahead. With num_stages above 1, Triton loads x, grad_y and the states
+ahead by asynchronous copies.
 """
 
 import triton
@@ -38,7 +38,7 @@ def load(
 
 @triton.jit
 def load_A(A, heads, mask, A_IS_LOG: tl.constexpr):
-    """Returns A of some heads. A_IS_LOG: from log(-A)."""
+    """Returns A of these heads. A_IS_LOG: the tensor contains log(-A)."""
     a = tl.load(A + heads, mask=mask, other=0.0).to(tl.float32)
     if A_IS_LOG:
         a = -tl.exp(a)
@@ -97,8 +97,8 @@ def add_up(
 
 @triton.jit
 def documents_of(seq_idx, start, length, r, ROWS: tl.constexpr):
-    """Returns, of ROWS positions, the documents; which positions are in the document of the position before the first;
-    which are in the document of the last; and whether these two documents are the same."""
+    """Returns, for ROWS positions: their documents; whether each is in the document of the position before the first one;
+    whether each is in the document of the last one; and whether these two documents are the same."""
     document = r
     goes_on = r >= 0
     lasts = r >= 0
@@ -115,8 +115,8 @@ def documents_of(seq_idx, start, length, r, ROWS: tl.constexpr):
 
 @triton.jit
 def steps_of(steps, plane, row, r, W: tl.constexpr):
-    """Returns, of the positions r of a pair, delta, both parts of the exponents' sum up to each, and both parts up to
-    the last of W."""
+    """Returns, for the positions r of a pair: delta, and both parts of the sum of exponents up to the position. Then come
+    both parts of the sum over all W positions."""
     steps += row * W
     return (
         tl.load(steps + r),
@@ -151,8 +151,22 @@ def decays_within(high, low, document, r, DOCUMENTS: tl.constexpr, REVERSE: tl.c
     return tl.exp(tl.where(seen, exponents, float("-inf")))
 
 
+@triton.jit
+def outputs_of(state, x, b, c, delta, within, from_start, to_end, T: tl.constexpr, REVERSE):
+    """Returns a chunk's outputs (Q, P), without D. `state` is the state before the chunk. REVERSE: the gradients of the
+    chunk's inputs; `state` is the gradient of the state after it."""
+    weights = dot(c, tl.trans(b)) * within
+    if REVERSE:
+        y = dot(c, state.to(T)) * to_end[:, None] + dot(weights.to(T), x)
+        y *= delta[:, None]
+    else:
+        y = dot(c, state.to(T)) * from_start[:, None]
+        y += dot((weights * delta[None, :]).to(T), x)
+    return y
+
+
 @kernel  # one kernel: helpers would need all of its state as arguments
-def sweep(  # noqa: C901, PLR0915
+def sweep(  # noqa: PLR0915
     x,
     B,
     C,
@@ -187,15 +201,16 @@ def sweep(  # noqa: C901, PLR0915
     """Carries the states (N, P) of a head through a segment of its sequence, from the state `first`.
 
     LOCAL: starts from zeros and writes the segment's `ends` and `end_decays`, from which the sweeps of other segments
-    start. Otherwise `out` gets the outputs and `states` the state before each pair of chunks, unless they are None.
-    REVERSE: goes backward, with the outputs' gradients as x, C as B and B as C: `out` gets the gradients of x, `states`
-    the gradients of the states after each pair. SHARE: heads of a group.
+    start. Otherwise it writes the outputs to `out`, and the state before each pair of chunks to `states`, unless they are
+    None. REVERSE: goes backward, with the gradients of the outputs as x, C as B, and B as C. It writes the gradients of x
+    to `out`, and the gradients of the states after each pair to `states`. SHARE: the number of heads of a group.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     chunks = 2 * tl.cdiv(length, 2 * Q)
     head = tl.program_id(0) // TILES
     batch = tl.program_id(1).to(tl.int64)
-    segment = tl.program_id(2)
+    # A LOCAL sweep leaves out one segment, of which no other needs the result: the last, or with REVERSE the first.
+    segment = tl.program_id(2) + (1 if LOCAL and REVERSE else 0)
     r = tl.arange(0, Q)
     n = tl.arange(0, N)
     p = tl.program_id(0) % TILES * P + tl.arange(0, P)
@@ -205,8 +220,6 @@ def sweep(  # noqa: C901, PLR0915
     in_last = (n < D_STATE)[:, None] & is_channel
     row = batch * HEADS + head
     state = tl.zeros([N, P], tl.float32)
-    if LOCAL and REVERSE:
-        segment += 1  # no segment needs the result of the first one, or of the last one forward
     if not LOCAL:
         if first is not None:
             state += tl.load(first + last_place, mask=in_last, other=0.0)
@@ -254,17 +267,8 @@ def sweep(  # noqa: C901, PLR0915
                 )
         if out is not None and not LOCAL:
             c = load(C + at * C_ROW, C_ROW, r, n, left, D_STATE, N, T)
-            weights = dot(c, tl.trans(b)) * decays_within(
-                high, low, document, r, seq_idx is not None, REVERSE
-            )
-            if REVERSE:
-                y = (dot(c, state.to(T)) * to_end[:, None] + dot(weights.to(T), x_)) * delta[
-                    :, None
-                ]
-            else:
-                y = dot(c, state.to(T)) * from_start[:, None] + dot(
-                    (weights * delta[None, :]).to(T), x_
-                )
+            within = decays_within(high, low, document, r, seq_idx is not None, REVERSE)
+            y = outputs_of(state, x_, b, c, delta, within, from_start, to_end, T, REVERSE)
             tl.store(
                 out + at * OUT_ROW + r[:, None] * OUT_ROW + p[None, :],
                 (y + through * x_.to(tl.float32)).to(out.dtype.element_ty),
