@@ -1,4 +1,5 @@
-"""Tests 0.create_env.sh: it is quick if the environment is complete, repairs an incomplete one, and reports errors.
+"""Tests 0.create_env.sh: it does nothing if the environment is complete, creates it again otherwise, and reports
+errors.
 
 The script runs in a copy of the checkout with requirements that need no download.
 """
@@ -12,7 +13,7 @@ import pytest
 
 from tests.support.processes import run_program, write_program
 
-# A project that pip installs without setuptools.
+# A project that pip can install without setuptools.
 PYPROJECT = """
 [build-system]
 requires = []
@@ -33,7 +34,8 @@ def build_editable(folder, settings=None, metadata=None):
 
 @pytest.fixture(scope="session")
 def quick_python(tmp_path_factory):
-    """A Python whose `-m venv` copies an existing environment, because the real command takes seconds."""
+    """Returns the path of a Python whose `-m venv` copies an existing environment, because the real command takes
+    seconds."""
     folder = tmp_path_factory.mktemp("python")
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     script = f"""#!/bin/sh
@@ -45,14 +47,15 @@ exec '{sys.executable}' "$@"
 
 @pytest.fixture
 def create(project, tmp_path, monkeypatch, request):
-    """create(*arguments, **environment): runs the script in tmp_path and returns the finished process."""
+    """Returns a function create(*arguments, **environment), which runs the script in tmp_path and returns the
+    finished process."""
     shutil.copy(project / "0.create_env.sh", tmp_path)
     (tmp_path / "pyproject.toml").write_text(PYPROJECT)
     (tmp_path / "backend.py").write_text(BACKEND)
     (tmp_path / "requirements").mkdir()
     for name in ("cpu", "current", "torch2.2", "dev"):
         (tmp_path / "requirements" / f"{name}.txt").write_text("# nothing\n")
-    # A disk with enough space, independent of this machine:
+    # The output of df shows a disk with enough space, whatever the disk of this machine.
     monkeypatch.setenv(
         *stub(tmp_path / "room", "df", "echo head; echo 'disk 9 0 99000000 0% /'").popitem()
     )
@@ -74,7 +77,10 @@ def stub(folder, name, body):
 def test_an_environment_is_made_once_and_again_when_something_changes_or_it_is_half_made(
     create, tmp_path
 ):
-    """The variables of a cluster's module files can name folders of another Python."""
+    """An existing environment is used again, unless the requirements have changed or the last installation failed.
+
+    PYTHONHOME and PYTHONPATH can contain folders of another Python, because a cluster's module files set them.
+    """
     listed = tmp_path / "requirements/cpu.txt"
     complete = tmp_path / ".venv/.complete"
     (tmp_path / "other/pip").mkdir(parents=True)
@@ -112,7 +118,11 @@ B200 = "10.0"
     ],
 )
 def test_the_stack_fits_the_driver(create, tmp_path, cuda, gpu, words, stack, warning):
-    """The comments of the requirements determine which CUDA each of them needs. No Python is found in this test."""
+    """The default stack is the newest one that the NVIDIA driver supports. If the driver is too old for a given
+    stack, a warning is printed. The CUDA version that a stack needs is read from its requirements.
+
+    The environment is not created in this test, because no Python is found.
+    """
     for name, version in (("current", "runtime==13.0.96"), ("torch2.2", "runtime-cu12==12.1.105")):
         line = f'nvidia-cuda-{version}; python_version < "3"\n'
         (tmp_path / "requirements" / f"{name}.txt").write_text(line)

@@ -1,4 +1,4 @@
-"""Tests the installed package: it works without the checkout, from any folder, in its own environment."""
+"""Tests that the installed package works in its own environment, without the checkout and from any folder."""
 
 import re
 import shlex
@@ -22,7 +22,8 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """An environment with the package and the other packages of the tests' environment."""
+    """Creates an environment with the package and with the other packages of the tests' environment. Returns its
+    path."""
     source = projects.make_project(tmp_path_factory.mktemp("installed") / "source", training=None)
     shutil.copy(projects.PROJECT / "README.md", source)
     venv = projects.make_venv(source)
@@ -46,7 +47,8 @@ def test_it_trains_and_loads_from_another_folder(installed, tmp_path):
 
 
 def test_the_stacks_install_all_dependencies(project):
-    """Only the names are compared, because only requirements/ contains versions."""
+    """The requirements of each stack contain all dependencies of the package. Only names are compared, because only
+    the files in requirements/ contain versions."""
     tomllib = pytest.importorskip("tomllib")  # Python 3.11 and newer have it
     package = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     for stack in ("cpu", "torch2.2"):

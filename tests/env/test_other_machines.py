@@ -1,4 +1,5 @@
-"""Tests unusual machines: every command runs, or ends with one line that explains what to do."""
+"""Tests commands on machines with unusual settings: a command works, or ends with one line that explains what to
+do."""
 
 import os
 import subprocess
@@ -41,8 +42,8 @@ MACHINES = {
 
 @pytest.fixture
 def folders(tmp_path):
-    """Folders of another Python: `broken` contains packages that can't be imported, and `home` contains no compiled
-    modules."""
+    """Creates folders of another Python: `broken` contains packages that can't be imported, and `home` contains no
+    compiled modules. Returns their parent folder."""
     for package in ("numpy", "yaml"):
         (tmp_path / "broken" / package).mkdir(parents=True)
         init = tmp_path / "broken" / package / "__init__.py"

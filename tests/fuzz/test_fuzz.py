@@ -1,7 +1,7 @@
-"""Mutates files, and tests that a reader returns a result or an error of one line, quickly and with little memory.
+"""Tests that readers of damaged files return a result or an error of one line, quickly and with little memory.
 
-By default, there are a few mutations of each kind of file; FUZZ_ROUNDS=2000 makes thousands. The message of a failure
-contains its seed: FUZZ_SEED=N FUZZ_ROUNDS=1 repeats it.
+By default, each kind of file is damaged a few times; FUZZ_ROUNDS=2000 makes thousands of tries. The message of a
+failure contains its seed, and FUZZ_SEED=N FUZZ_ROUNDS=1 repeats it.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ ODD = [
 BAD_JSON = (ValueError, TypeError, AttributeError, RecursionError, KeyError, OSError)
 
 
-# The formats: make(folder) writes files, and read(folder) reads them in the same way as a run or a verb.
+# For each format, make_FORMAT(folder) writes files, and read_FORMAT(folder) reads them in the same way as the program.
 
 
 def make_store(folder):
@@ -60,7 +60,7 @@ def make_store(folder):
 
 
 def seal_store(folder):
-    """Updates the checksum of a store, because anyone who makes a store can do so."""
+    """Updates the checksum of a damaged store, because an attacker would do so, too."""
     with contextlib.suppress(*BAD_JSON):
         index = json.loads((folder / "data/index.json").read_bytes())
         index["checksum"] = _checksum(index)
@@ -88,7 +88,7 @@ def make_checkpoint(folder):
 
 
 def seal_checkpoint(folder):
-    """Updates the checksums of a checkpoint, because anyone who makes a checkpoint can do so."""
+    """Updates the checksums of a damaged checkpoint, because an attacker would do so, too."""
     for path in (folder / "checkpoints").glob("*/" + COMMIT):
         with contextlib.suppress(*BAD_JSON):
             content = json.loads(path.read_bytes())
@@ -104,7 +104,7 @@ def read_checkpoint(folder):
     checkpoint = find_checkpoint(folder, World.alone(), lambda text: None)
     tensors = CheckpointTensors(checkpoint)
     for name, shape in tensors.shapes.items():
-        # Readers check before that these are the shapes of the model.
+        # Runs read tensors only after they have compared the shapes with the model. Large shapes are therefore skipped.
         if math.prod(shape) < 1 << 20:
             tensors.get(name)
     read_saved_run(checkpoint.path)
@@ -177,7 +177,7 @@ READERS = {  # {name: (make, read, seal)}; seal updates the checksums, and is ca
 
 
 def mutated(content, random):
-    """Returns `content` with some bytes changed."""
+    """Returns `content` with one random change of some bytes."""
     at, length = random.randrange(len(content) + 1), random.randrange(1, 64)
     kind = random.randrange(6)
     if kind == 0:
@@ -198,7 +198,7 @@ def mutated(content, random):
 
 
 def mutated_tree(value, random):
-    """Returns the JSON value with one change: an item is replaced, removed or added."""
+    """Returns the JSON value with one random change: an item is replaced, removed or added."""
     places = list(places_in(value))
     if not places:
         return random.choice(ODD)

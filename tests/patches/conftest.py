@@ -1,4 +1,5 @@
-"""Runs processes that behave like ranks on Triton's own cache modules. They need neither a GPU nor torch."""
+"""Provides patched Triton installations, and starts processes that use Triton's cache like ranks. They need neither a
+GPU nor torch."""
 
 import json
 import os
@@ -38,7 +39,7 @@ def triton(request):
 
 
 def finish(process):
-    """Waits for a process that must not fail, and returns (stdout, stderr)."""
+    """Waits for a process, asserts that it succeeds, and returns (stdout, stderr)."""
     output, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors
     return output, errors
@@ -55,8 +56,8 @@ class Cluster:
             (folder / name).mkdir()
 
     def start(self, environment, plan, *, wrapper=(), **more):
-        """Starts a process. plan: see triton_rank.py. more: additional environment variables. wrapper: arguments
-        before the command."""
+        """Starts a rank. environment, more: environment variables. plan: the work of the rank, see triton_rank.py.
+        wrapper: arguments before the command."""
         base = {
             "PATH": os.environ["PATH"],
             "HOME": str(self.folder / "home"),
@@ -72,7 +73,7 @@ class Cluster:
         )
 
     def finish(self, *processes):
-        """Waits for the ranks, and returns their results. A rank that hangs or fails is a failure of the test."""
+        """Waits for the ranks, asserts that they succeed, and returns their results."""
         return [json.loads(finish(process)[0]) for process in processes]
 
     def run(self, environment, plan, **more):

@@ -1,5 +1,5 @@
-"""Tests that apply.py patches exactly the version of Triton that the patch was made for, only once, and that it
-refuses everything else without changing it."""
+"""Tests that apply.py applies the patch once, only to the version of Triton for which it was made, and changes
+nothing in any other case."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ from tests.support.triton_wheels import NEWEST, PATCHES, bare_triton_2_2, fetch
 
 
 def apply(folder, *options):
-    """Runs patches/apply.py on the Triton in `folder`. Returns (exit status, output)."""
+    """Runs patches/apply.py on the Triton in `folder`. Returns (exit code, output)."""
     done = run_program(sys.executable, PATCHES / "apply.py", f"--site={folder}", *options)
     return done.returncode, done.stdout + done.stderr
 
@@ -29,8 +29,8 @@ def snapshot(folder):
 
 
 def test_patch_is_applied_once(pristine):
-    """The first run applies the patch. The second run detects it and changes nothing. --check distinguishes the two
-    states."""
+    """apply.py applies the patch once. A second run detects the patch and changes nothing. With --check, the exit
+    code shows whether the patch is applied."""
     assert apply(pristine, "--check")[0] == 1
     assert "put in place" in apply(pristine)[1]
     patched = snapshot(pristine)
@@ -45,12 +45,13 @@ def test_patch_is_applied_once(pristine):
         "sed -i s/random.randint/random.randrange/ runtime/cache.py",
         "echo > runtime/cache.py",
         "sed -i s/2.2.0/2.3.0/ __init__.py",
-        "sed -i s/2.2.0/3.6.0/ __init__.py",  # new enough, but the hook is not there
+        # This version has a setting for the cache manager, but the module lacks it.
+        "sed -i s/2.2.0/3.6.0/ __init__.py",
         "echo > __init__.py",
     ],
 )
 def test_another_version_or_a_changed_module_is_refused(pristine, change):
-    """The build ends with a reason, and nothing is written."""
+    """apply.py refuses another version of Triton or a modified module with a reason, and writes nothing."""
     subprocess.run(change, shell=True, check=True, cwd=pristine / "triton")
     before = snapshot(pristine)
     status, words = apply(pristine)
@@ -64,7 +65,8 @@ def test_a_folder_without_triton_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_newer_triton_gets_the_class_only(tmp_path):
-    """For a Triton with a setting for its cache, apply.py adds one file, and prints the variable that enables it."""
+    """For a version of Triton with a setting for its cache manager, apply.py adds one file and prints the environment
+    variable that enables it."""
     shutil.copytree(fetch(NEWEST) / "triton/runtime", tmp_path / "triton/runtime")
     shutil.copy(fetch(NEWEST) / "triton/__init__.py", tmp_path / "triton")
     before = snapshot(tmp_path)

@@ -1,5 +1,5 @@
-"""Tests many ranks on one Triton cache: no rank waits, no rank loses a file, and only rank 0 writes to the shared
-folder."""
+"""Tests Rank0CacheManager with many ranks on one Triton cache: no rank waits, no rank loses a file, and only rank 0
+writes to the shared folder."""
 
 import json
 import subprocess
@@ -13,8 +13,8 @@ KERNELS = [f"kernel{i}" for i in range(4)]
 
 
 def pose(rank, ranks_per_node=3, **plan):
-    """Returns a plan for a process that behaves like one of several nodes that have started in the same way: with
-    equal pids and equal seeds."""
+    """Returns the plan of a rank. Ranks with the same place on different nodes have equal pids and seeds, as on nodes
+    that were started in the same way."""
     return {"author": f"rank{rank}", "pid": 100 + rank % ranks_per_node, "seed": 0, **plan}
 
 
@@ -24,8 +24,8 @@ def authors(files):
 
 @pytest.mark.slow
 def test_only_rank_0_publishes_and_every_rank_has_all_it_compiled(triton, cluster):
-    """Four ranks of two nodes compile the same kernels at once, in different orders. All succeed, and only the files
-    of rank 0 are shared."""
+    """Four ranks on two nodes can compile the same kernels simultaneously, in different orders. All succeed, and only
+    the files of rank 0 are shared."""
     together = cluster.gate(4)
     ranks = []
     for i in range(4):
@@ -43,8 +43,8 @@ def test_only_rank_0_publishes_and_every_rank_has_all_it_compiled(triton, cluste
 
 @pytest.mark.parametrize("write", [1, 13])
 def test_rank_0_killed_in_mid_write(patched, cluster, write):
-    """If rank 0 is killed during any write, no incomplete file is visible. The other ranks continue, and the next
-    start of rank 0 completes the cache."""
+    """If rank 0 is killed during any write, no incomplete file is visible and other ranks continue. The next start of
+    rank 0 completes the cache."""
     together = {"kernels": ["k"], "size": 50_000, **cluster.gate(3)}
     ranks = [cluster.start(patched, pose(0, die_at=write, **together), RANK="0")]
     for i in (1, 2):
@@ -68,7 +68,8 @@ def test_read_only_folder(patched, cluster):
     before = cluster.files()
     wrapper = [*namespace, "sh", "-ec", READ_ONLY, "sh"]
     plan = pose(0, kernels=["old", "new", "newer"])
-    for rank, warnings in (("0", 2), ("1", 0)):  # once for cache, once for dump
+    # Rank 0 prints one warning for the cache folder and one for the dump folder.
+    for rank, warnings in (("0", 2), ("1", 0)):
         output, errors = finish(cluster.start(patched, plan, wrapper=wrapper, RANK=rank))
         assert json.loads(output) == {"old": "hit", "new": "compiled", "newer": "compiled"}
         assert errors.count("can't be written (Read-only file system)") == warnings
@@ -94,18 +95,19 @@ PUBLISHES = {  # {environment of a process: whether it writes to the shared fold
     "RANK=0": True,
     "RANK=1": False,
     "SLURM_PROCID=1": False,
-    "RANK=0 SLURM_PROCID=1": True,  # srun starts torchrun: the rank of torchrun is used
+    "RANK=0 SLURM_PROCID=1": True,  # srun has started torchrun, whose rank is used
     "RANK=2 LOCAL_RANK=0": False,
     "RANK=2 LOCAL_RANK=0 TRITON_RANK0_SCOPE=node": True,
     "SLURM_PROCID=2 SLURM_LOCALID=0 TRITON_RANK0_SCOPE=node": True,
     "RANK=0 LOCAL_RANK=1 TRITON_RANK0_SCOPE=node": False,
-    "RANK=3 TRITON_RANK0_SCOPE=node": False,  # the local rank is unknown: no process writes, because two might
+    # If the local rank is unknown, no rank writes. Otherwise several ranks of a node could.
+    "RANK=3 TRITON_RANK0_SCOPE=node": False,
 }
 
 
 @pytest.mark.parametrize("environment", PUBLISHES)
 def test_the_environment_decides_which_rank_writes(patched, cluster, environment):
-    """The variables of the launcher alone decide it, before the first write."""
+    """Only the environment variables of the launcher determine which rank writes to the shared folder."""
     variables = dict(word.split("=") for word in environment.split())
     cluster.run(patched, pose(0, kernels=["k"]), **variables)
     assert bool(cluster.files()) == PUBLISHES[environment]

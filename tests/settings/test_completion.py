@@ -9,7 +9,7 @@ from tests.support.processes import run_program, write_program
 COMMAND = '#!/bin/sh\nexec {python} -m mamba_fsdp "$@"\n'
 
 
-COMPLETIONS = {  # {the arguments of a command line, as bash splits it: some of the completions for the last one}
+COMPLETIONS = {  # {arguments of a command, as bash splits them: some of the completions of the last argument}
     "ge": "generate",
     "generate --to": "--top_k= --top_p= --tokenizer=",
     "plan --schedule =": "cosine wsd linear",
@@ -26,16 +26,16 @@ def test_it_completes_names_and_choices(project, tmp_path, line):
     words = line.split()
     found = COMPLETIONS[line].split()
     command = write_program(tmp_path / "mamba-fsdp", COMMAND.format(python=sys.executable))
-    asked = " ".join(f'"{word}"' for word in [command, *words])
+    quoted = " ".join(f'"{word}"' for word in [command, *words])
     code = f"""
 source '{project}/mamba_fsdp/launch/completion.bash'
 compopt() {{ :; }} # it only works in an interactive shell
-COMP_WORDS=({asked})
+COMP_WORDS=({quoted})
 COMP_CWORD={len(words)}
 _mamba_fsdp
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
     done = run_program("bash", "-c", code, PYTHONPATH=str(project))
-    said = done.stdout.split()
-    assert set(found) <= set(said) and bool(found) == bool(said), done
+    offered = done.stdout.split()
+    assert set(found) <= set(offered) and bool(found) == bool(offered), done
     assert done.stderr == ""

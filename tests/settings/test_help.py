@@ -1,4 +1,5 @@
-"""Tests --help for the usual settings, --help=all, and --help=TOPIC, which searches the settings."""
+"""Tests `--help`, which shows the most important settings, `--help=all`, and `--help=TOPIC`, which searches the
+settings."""
 
 import dataclasses
 import importlib
@@ -22,18 +23,18 @@ def columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def listed_settings(asked):
-    """Returns the settings on the page in order."""
-    return re.findall(r"^  --(\w+)=", settings_page().text(asked), re.M)
+def listed_settings(topic):
+    """Returns the names of the settings on the help page of this topic, in order."""
+    return re.findall(r"^  --(\w+)=", settings_page().text(topic), re.M)
 
 
 def test_all_has_every_setting_with_its_meaning_and_bounds():
     page = "".join(settings_page().text("all").split())
     for section in SECTIONS.values():
         for leaf in dataclasses.fields(section):
-            told = f"{field_docs(section)[leaf.name]} ({describe_type(leaf)})"
-            told = f"--{leaf.name}={format_value(default(leaf))} {told}"
-            assert "".join(told.split()) in page
+            description = f"{field_docs(section)[leaf.name]} ({describe_type(leaf)})"
+            description = f"--{leaf.name}={format_value(default(leaf))} {description}"
+            assert "".join(description.split()) in page
 
 
 def test_help_shows_at_most_twenty_existing_settings_in_the_order_of_the_sections():
@@ -51,8 +52,8 @@ def test_no_line_is_wider_than_the_terminal(monkeypatch):
     for columns in (80, 120, 300):
         monkeypatch.setenv("COLUMNS", str(columns))
         for page in pages:
-            for asked in ("", "all"):
-                text = page.text(asked)
+            for topic in ("", "all"):
+                text = page.text(topic)
                 assert text.isascii() and max(map(len, text.splitlines())) <= min(columns, 100)
 
 
@@ -72,13 +73,13 @@ WORDS = {
 
 
 def test_a_topic_finds_its_setting_or_why_there_is_none():
-    for asked, first in WORDS.items():
-        assert first in listed_settings(asked)[:2], asked
-    said = settings_page().text("logical shards")
-    assert said.startswith("logical shards is not a setting here: ")
+    for topic, first in WORDS.items():
+        assert first in listed_settings(topic)[:2], topic
+    page = settings_page().text("logical shards")
+    assert page.startswith("logical shards is not a setting here: ")
 
 
-OTHER_PROGRAMS = {  # {search term: the text that --help=TERM shows in place of an option}
+OTHER_PROGRAMS = {  # {topic: part of the page of --help=TOPIC if this program has no such setting}
     "early": "early_stopping_patience is not a setting here: a run has its length; a file STOP",
     "patience": "STOP",
     "gpu": "./1.train.sbatch trains on all GPUs",
@@ -86,8 +87,8 @@ OTHER_PROGRAMS = {  # {search term: the text that --help=TERM shows in place of 
 
 
 def test_a_topic_without_an_option_finds_a_setting_of_another_program():
-    for asked, answer in OTHER_PROGRAMS.items():
-        assert answer in " ".join(settings_page().text(asked).split()), asked
+    for topic, answer in OTHER_PROGRAMS.items():
+        assert answer in " ".join(settings_page().text(topic).split()), topic
 
 
 UNKNOWN = {
@@ -98,11 +99,11 @@ UNKNOWN = {
 
 
 def test_an_unknown_topic_is_an_error_of_one_line():
-    for asked, hint in UNKNOWN.items():
+    for topic, hint in UNKNOWN.items():
         with pytest.raises(UserError, match="no option matches; ") as caught:
-            settings_page().text(asked)
-        said = str(caught.value)
-        assert hint in said and len(said.splitlines()) == 1
+            settings_page().text(topic)
+        message = str(caught.value)
+        assert hint in message and len(message.splitlines()) == 1
 
 
 ASKED = {
@@ -120,8 +121,8 @@ ASKED = {
 
 
 def test_help_query_reads_the_topic():
-    for line, asked in ASKED.items():
-        assert help_query(shlex.split(line)) == asked, line
+    for line, topic in ASKED.items():
+        assert help_query(shlex.split(line)) == topic, line
 
 
 COMMANDS = (

@@ -1,5 +1,4 @@
-"""Tests starts from weights: the model takes their shape, and settings that contradict it are
-refused."""
+"""Tests starts from existing weights: the model takes their shape, and settings that contradict it are refused."""
 
 import pytest
 

@@ -1,5 +1,4 @@
-"""Tests that the published settings of other launchers are translated to settings with the same
-meaning."""
+"""Tests that the published settings of other launchers are translated to settings with the same meaning."""
 
 from pathlib import Path
 
@@ -40,8 +39,8 @@ def test_a_published_setting_of_another_launcher_is_translated(word):
 
 @pytest.mark.slow
 def test_every_argument_of_the_trainer_is_translated_or_refused():
-    """Its default value is accepted, except for None if the corresponding setting here always has a
-    value."""
+    """Every argument of transformers' Trainer is a setting, is translated, or is refused with a reason. Its default
+    value is accepted, except for None if the corresponding setting always has a value."""
     import dataclasses
 
     from transformers import TrainingArguments
@@ -103,10 +102,10 @@ def test_all_mistakes_are_reported_at_once(tmp_path):
     )
     with pytest.raises(UserError) as caught:
         resolve.resolve_settings({"batch_size": "two", "sharding_strategy": "fsdp"}, str(file))
-    said = str(caught.value)
-    assert "6 mistakes:" in said
+    message = str(caught.value)
+    assert "6 mistakes:" in message
     mistakes = "batch_size=two n_samples_to_skip=5 name=step t_wramup SHARD_GRAD_OP eval_subset"
-    assert all(word in said for word in mistakes.split())
+    assert all(word in message for word in mistakes.split())
 
 
 def test_a_section_of_another_launcher_is_only_a_prefix(tmp_path):

@@ -1,5 +1,5 @@
-"""Tests the ready runs and recipes. Each can be resolved, describes the model that it names, fits on a few AWS machines, and
-has the same settings under each of its names. A setting that the user gives changes only this setting."""
+"""Tests the ready runs and recipes: each can be resolved, describes the model that it names, fits on a few AWS
+machines, and has the same settings under each of its names."""
 
 import re
 
@@ -25,7 +25,7 @@ PARAMETERS = {"mamba-130m": 0.13e9, "mamba2-2.7b": 2.7e9, "llama2_70b": 69e9}
 
 
 def differing(one, other):
-    """Returns {setting: both values} of the settings that differ."""
+    """Returns {name: both values} of the settings that differ."""
     one, other = as_dict(one), as_dict(other)
     return {
         name: (value, other[section][name])
@@ -59,7 +59,8 @@ def test_a_model_name_means_the_same_as_model_name_and_as_config():
 
 
 def test_the_lines_that_the_demo_and_readme_print_train_as_the_demo_does(project):
-    """They only differ in the settings that they contain: data, folder, shape and length."""
+    """The commands that the demo and the README show train like the demo, except for the settings that they
+    contain."""
     demo = resolve_settings({}, "demo")
     text = "".join(
         (project / file).read_text()

@@ -1,4 +1,5 @@
-"""Tests that the settings have the values that the user gave, and that impossible settings are refused with the reason."""
+"""Tests mamba_fsdp.settings.resolve: settings have the values that the user gave, and impossible settings are refused
+with the reason."""
 
 import dataclasses
 import re
@@ -27,12 +28,13 @@ def refused(config_file=None, **given_words):
 
 
 def words(text):
-    """Returns {name: value} of the text `name=value name=value`."""
+    """Returns {name: value} of a text "name=value name=value"."""
     return dict(word.split("=", 1) for word in text.split())
 
 
 def test_a_default_or_bound_changes_only_on_purpose(golden):
-    """Users rely on the lines of defaults.txt."""
+    """The defaults, types and bounds of all settings equal the recorded ones in defaults.txt, because users rely on
+    them."""
     described = [
         f"{leaf.name}={format_value(default(leaf))} ({describe_type(leaf)})"
         for section in (*SECTIONS.values(), DatasetConfig)
@@ -52,7 +54,8 @@ def test_resolved_settings_never_change():
 
 def test_leaf_section_and_synonym_name_the_same_setting(tmp_path):
     file = tmp_path / "a.yaml"
-    file.write_text("optimizer: muon\nlr_schedule:\n")  # a section, and the setting in it
+    # "optimizer" is the name of a section and of a setting in it.
+    file.write_text("optimizer: muon\nlr_schedule:\n")
     assert resolve(str(file)) == resolve(optimizer="muon")
     for content in ("optimizer:\n  learning_rate: 3e-5\n", "learning_rate: 3e-5\n"):
         file.write_text(content)
@@ -118,7 +121,7 @@ def test_mistakes_are_refused_with_the_reason(given):
     assert MISTAKES[given] in refused(**words(given))
 
 
-# {a setting with a value, one for each condition: (settings with which it has no effect, settings with which it has one)}
+# {setting: (settings with which it has no effect, settings with which it has an effect)}, for each possible condition.
 INEFFECTIVE = {
     "d_state=8": ("layers=attention", ""),
     "d_conv=3": ("layers=attention", ""),
@@ -157,23 +160,24 @@ def test_the_table_has_a_setting_of_each_need():
 
 @pytest.mark.parametrize("given", INEFFECTIVE)
 def test_a_setting_without_effect_is_refused(given, tmp_path):
-    """A setting of the model is only reported, because one command line can be used for several models."""
+    """A setting that has no effect because of other settings is an error. If it is a setting of the model, it is only
+    reported, because one command line can be used for several models."""
     without_effect, with_effect = map(words, INEFFECTIVE[given])
     name = given.partition("=")[0]
     usual = resolve()
     resolve(**with_effect, **words(given))
     resolve(**without_effect, **{name: module.format_value(usual.value(name))})
 
-    def told(*arguments, **given_words):
+    def report_on(*arguments, **given_words):
         if hasattr(usual.model, name):
             return "".join(resolve(*arguments, **given_words).notes)
         return refused(*arguments, **given_words)
 
-    assert f"{given} has no effect without " in told(**without_effect, **words(given))
+    assert f"{given} has no effect without " in report_on(**without_effect, **words(given))
     file = tmp_path / "own.yaml"
     lines = [f"{key}: {value}\n" for key, value in {**without_effect, **words(given)}.items()]
     file.write_text("".join(lines))
-    assert re.search(f"{name}=.* has no effect without ", told(str(file)))
+    assert re.search(f"{name}=.* has no effect without ", report_on(str(file)))
 
 
 FITTING = {
@@ -191,13 +195,15 @@ FITTING = {
 
 @pytest.mark.parametrize("given", FITTING)
 def test_settings_that_were_not_given_are_adjusted_to_given_ones(given):
-    """A single setting is not refused because of another setting that nobody gave."""
+    """If a given setting does not fit the default of another setting, or its value in the preset, the latter is
+    adjusted. A single setting is therefore never refused because of a setting that the user did not give."""
     assert FITTING[given] in " ".join(resolve(**words(given)).notes)
     assert not resolve(layers="attention", head_dim="25").notes
 
 
 def test_a_length_in_thousands_is_pointed_out():
-    """k means 1,000 everywhere, but lengths are usually powers of two."""
+    """A sequence length in thousands, such as 2k, is reported, because lengths are usually powers of two and k means
+    1,000."""
     settings = resolve(seq_length="2k")
     assert settings.data.seq_length == 2000
     assert settings.notes == ("seq_length=2k is 2,000; is 2048 meant? Write it in full",)
@@ -205,7 +211,8 @@ def test_a_length_in_thousands_is_pointed_out():
 
 
 def test_a_setting_in_a_file_that_the_command_line_makes_ineffective_is_dropped(tmp_path):
-    """The file of a run can therefore be given again after such a change."""
+    """If the command line makes a setting of the file ineffective, the setting gets its default. The resolved
+    settings can therefore be read again."""
     changed = resolve("mambaoutai", schedule="constant", eval_interval="0", model_name="llama2_7b")
     usual = TrainConfig()
     assert changed.lr_schedule.decay_steps == usual.lr_schedule.decay_steps
@@ -250,8 +257,8 @@ def test_a_wrong_file_is_refused_by_name(tmp_path):
     file = tmp_path / "wrong.yaml"
     for content, message in WRONG_FILES.items():
         file.write_text(content)
-        said = refused(str(file))
-        assert message in said and "wrong.yaml" in said
+        error = refused(str(file))
+        assert message in error and "wrong.yaml" in error
     assert "there is no file nowhere.yaml" in refused("nowhere.yaml")
 
 
@@ -300,7 +307,8 @@ def test_a_duration_reads_what_it_writes_and_rounds_up(count, unit, tokens_per_s
 
 @pytest.fixture
 def first_run(tmp_path, monkeypatch):
-    """A folder with runs/train, a run with d_model=64 on data/a that has a checkpoint."""
+    """Creates a run with d_model=64 on data/a and a checkpoint, in runs/train of the current folder. Returns this
+    folder."""
     monkeypatch.chdir(tmp_path)
     commit_empty(tmp_path / "runs/train", 1)
     settings = resolve(dataset_path="data/a", d_model="64")
@@ -322,13 +330,14 @@ SAME = [
 
 
 def test_another_experiment_in_the_same_folder_is_refused(first_run):
-    """They are accepted if the settings name this folder."""
+    """Settings with other data or another model than the run in runs/train are refused, because the folder is the
+    default and was not given. If save_ckpt_path is given, they are accepted here."""
     for text in SAME:
         module.check_run_folder(resolve(**words(text)))
-    for text, said in OTHERS.items():
+    for text, difference in OTHERS.items():
         with pytest.raises(UserError) as caught:
             module.check_run_folder(resolve(**words(text)))
-        assert f"runs/train contains another run: {said}; name a folder" in str(caught.value)
+        assert f"runs/train contains another run: {difference}; name a folder" in str(caught.value)
 
 
 def test_the_run_folder_of_a_file_is_not_used_for_other_data(first_run):
@@ -340,7 +349,8 @@ def test_the_run_folder_of_a_file_is_not_used_for_other_data(first_run):
 
 
 def test_a_resumed_run_reports_changed_settings(first_run):
-    """Long values are shortened, and settings that only matter to a first start are left out."""
+    """changed_settings lists the settings that differ from the last start. It shortens long values, and leaves out
+    settings that only affect the first start."""
     given = {"dataset_path": "data/a", "d_model": "64"}
     assert module.changed_settings(resolve(**given, load_ckpt_path="x")) == ""
     changed = resolve(**given, seed="1", eval_prompts="a" * 70)
@@ -351,7 +361,8 @@ def test_a_resumed_run_reports_changed_settings(first_run):
 
 
 def test_unknown_settings_of_another_version_do_not_prevent_a_resume(first_run):
-    """They do if the file is given by name, or if the start names no folder. Each message names the file."""
+    """A run whose config.yaml contains an unknown setting or preset can be resumed, and the message contains the path
+    of the file. It is an error if the user gives this file as settings, or does not give the folder."""
     file = first_run / "runs/train/config.yaml"
     whole = file.read_text()
     file.write_text(f"old_knob: 7\n{whole}")
@@ -360,12 +371,12 @@ def test_unknown_settings_of_another_version_do_not_prevent_a_resume(first_run):
     unknown = r"old_knob: there is no such setting \(in .*runs/train/config.yaml\)"
     assert re.match(rf"seed=1 \(before 2023\); {unknown}", module.changed_settings(given))
     file.write_text(re.sub("model_name: .*", "model_name: mamba-9", whole))
-    said = r"model_name=mamba-9: there is no such preset \(in .*runs/train/config.yaml\)"
+    message = r"model_name=mamba-9: there is no such preset \(in .*runs/train/config.yaml\)"
     named = resolve(save_ckpt_path="runs/train")
     module.check_run_folder(named)
-    assert re.match("unknown; " + said, module.changed_settings(named))
+    assert re.match("unknown; " + message, module.changed_settings(named))
     for start in (lambda: module.check_run_folder(resolve()), lambda: resolve(str(file))):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             start()
     resolve(str(file), model_name="demo")
 
@@ -418,7 +429,7 @@ def test_options_of_get_dataset_that_exclude_each_other_are_refused():
 
 
 def test_null_in_a_file_is_the_default(tmp_path):
-    """It means neither a folder of that name nor the home folder. In quotes it is plain text."""
+    """null in a settings file means the default, not a file of that name or the home folder. In quotes it is text."""
     file = tmp_path / "run.yaml"
     names = ("load_ckpt_path", "eval_prompts", "init_from", "learning_rate")
     file.write_text(

@@ -66,7 +66,7 @@ def main(words):
 
 
 class Storm:
-    """Repeated kills of runs with one sharding strategy."""
+    """Kills the runs of one sharding strategy repeatedly, and compares them with an uninterrupted run."""
 
     def __init__(self, folder, strategy, choose):
         self.folder = folder
@@ -82,7 +82,7 @@ class Storm:
 
     def rage(self, rounds):
         assert self.start("whole")
-        expected = self.left_by("whole")
+        expected = self.results_of("whole")
         number = 0
         while rounds:
             run = f"killed-{number}"
@@ -94,14 +94,14 @@ class Storm:
                     kill = self.choose_kill(run)
                     rounds -= 1
                 is_over = self.start(run, kill)
-            found = self.left_by(run)
+            found = self.results_of(run)
             wrong = [name for name in expected if expected[name] != found.get(name)]
             assert not wrong, f"{run}: other {', '.join(wrong)}"
             shutil.rmtree(self.folder / run)
 
     def choose_kill(self, run):
-        """Returns the moment of a kill (the n-th file operation of a kind, a step, or a number of seconds after the
-        first step), the rank to kill, and whether to kill all other ranks too."""
+        """Returns which rank to kill, whether to kill all other ranks too, and the moment: the n-th file operation of
+        a kind, the n-th step, or a number of seconds after the first step."""
         at = self.choose.choice(MOMENTS)
         nth = self.choose.randint(1, MAX_COUNTS.get(at, 8))
         if at == "time":
@@ -115,8 +115,8 @@ class Storm:
         }
 
     def start(self, run, kill=None):
-        """Starts the run, and returns whether it ended normally. Like torchrun, it asks the other ranks to stop if one
-        fails."""
+        """Starts the run and returns whether it ended normally. If a rank fails, asks the other ranks to stop, like
+        torchrun."""
         settings = self.settings | {"save_ckpt_path": self.folder / run}
         settings["async_checkpoint"] = self.choose.random() < 0.6
         words = [json.dumps(kill), *format_arguments(settings)]
@@ -127,23 +127,23 @@ class Storm:
             if any(rank.poll() for rank in ranks):
                 for rank in ranks:
                     rank.send_signal(signal.SIGKILL if kill and kill["all"] else signal.SIGTERM)
-            said = [rank.communicate(SECONDS_TO_END)[0] for rank in ranks]
+            outputs = [rank.communicate(SECONDS_TO_END)[0] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
         codes = [rank.returncode for rank in ranks]
         print(f"{run}: {kill}: {codes}", flush=True)
-        assert not any(codes) or -signal.SIGKILL in codes, "\n".join(said)
+        assert not any(codes) or -signal.SIGKILL in codes, "\n".join(outputs)
         return not any(codes)
 
-    def left_by(self, run):
-        """Returns the files of a finished run without times: weights and moments as bytes, and metrics."""
+    def results_of(self, run):
+        """Returns the results of a finished run: weights and moments as bytes, and metrics without times."""
         folder = self.folder / run
         files = [*folder.glob(f"checkpoints/step_{STEPS:08d}/rank_*"), *folder.glob("pth/*/*.pth")]
-        left = {file.name: file.read_bytes() for file in files}
-        assert len(left) == self.ranks + 1, sorted(left)
-        left["metrics"] = metrics_of(folder)
-        return left
+        results = {file.name: file.read_bytes() for file in files}
+        assert len(results) == self.ranks + 1, sorted(results)
+        results["metrics"] = metrics_of(folder)
+        return results
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ EVENTS = (
     "os.listdir",
     "os.scandir",
 )
-# The checkpoints in the folder when the first run begins. Checkpoint 6 is broken.
+# {name: steps of the checkpoints in the folder when the first run begins}. The checkpoint of step 6 is damaged.
 BEGINNINGS = {"new": [4, 5], "broken": [4, 5, 6]}
 FORKED = multiprocessing.get_context("fork")
 
@@ -59,8 +59,11 @@ def main(words):
 
 
 def storm(place, beginning, finishes, calls):
-    """Returns how often a run was frozen. finishes: whether the other run has ended when the first one wakes. calls:
-    audit events."""
+    """Freezes runs at one moment after another. Returns the number of runs that were frozen.
+
+    finishes: whether the other run has ended when the frozen run continues. calls: names of the audit events to
+    freeze at.
+    """
     begun = place / "begun"
     make_checkpoints(begun, BEGINNINGS[beginning]).lease.close()
     if 6 in BEGINNINGS[beginning]:
@@ -77,7 +80,8 @@ def storm(place, beginning, finishes, calls):
 
 
 def freeze(run, calls, number, finishes):
-    """Returns whether a run made this many calls. It was frozen before the last of them."""
+    """Freezes a run before its call with this number, counted from 1, and checks that it changes no file when it
+    continues. Returns whether the run made this many calls."""
     process = FORKED.Process(target=be_frozen, args=(run, calls, number, finishes))
     process.start()
     _, status = os.waitpid(process.pid, os.WUNTRACED)
@@ -89,12 +93,12 @@ def freeze(run, calls, number, finishes):
     if finishes:
         publish(folder, other)
         folder.lease.close()
-    left = files_of(run)
+    before = files_of(run)
     os.kill(process.pid, signal.SIGCONT)
     os.waitpid(process.pid, 0)
     found = files_of(run)
-    names = left.keys() | found.keys()
-    changed = [name for name in names if found.get(name) != left.get(name)]
+    names = before.keys() | found.keys()
+    changed = [name for name in names if found.get(name) != before.get(name)]
     assert not changed, f"changed: {changed}"
     if not finishes:
         save(other, 8, 108)
@@ -108,8 +112,8 @@ def freeze(run, calls, number, finishes):
 
 
 def acquire(run, patience):
-    """Returns the acquired run folder. patience: the number of seconds after which a holder that does not renew its
-    lease counts as dead."""
+    """Acquires the run folder and returns it. patience: seconds after which a lease that is not renewed has
+    expired."""
     lease.EXPIRY_SECONDS = patience
     folder = RunFolder(run)
     folder.acquire()
@@ -121,7 +125,8 @@ def checkpointer_of(folder, keep):
 
 
 def train(folder, keep, value, last):
-    """Returns the checkpointer of a run that has trained up to the step `last`. value: the content of its tensors."""
+    """Trains up to the step `last` and returns the checkpointer. value: a number that determines the content of
+    tensors."""
     checkpointer = checkpointer_of(folder, keep)
     start = int(checkpointer.resume(shards_of(0)).path.name[-1])
     folder.write_settings(f"seed: {value}\n")
@@ -135,7 +140,7 @@ def train(folder, keep, value, last):
 
 
 def publish(folder, checkpointer):
-    """Ends a run in the same way as a training."""
+    """Publishes the model and ends the run in the same way as a training."""
 
     def write_model(_, out):
         out.mkdir()
@@ -150,14 +155,14 @@ def save(checkpointer, step, value):
 
 
 def files_of(run):
-    """Returns {name: content} of all files, including hidden ones, without the files of the other run if it still
-    holds the lease."""
+    """Returns {name: content} of all files in the run folder, including hidden ones."""
     files = [path for path in run.rglob("*") if path.is_file() and path.name != "frozen"]
     return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
 
 def be_frozen(run, calls, number, finishes):
-    """Runs a training that saves step 6 and is frozen once. It ends in the same way as run_training."""
+    """Trains up to step 6 and is frozen once. This is the process of the frozen run; it ends in the same way as
+    run_training."""
     if not finishes:
         stop_before(calls, number, str(run))
     try:
@@ -175,7 +180,7 @@ def be_frozen(run, calls, number, finishes):
 
 
 def stop_before(calls, number, run):
-    left = [number]
+    remaining = [number]
 
     def count(path):
         """Counts a call. Relative paths are in a folder that is being removed."""
@@ -183,8 +188,8 @@ def stop_before(calls, number, run):
             return
         path = os.fspath(path)
         if path.startswith(run) or not os.path.isabs(path):
-            left[0] -= 1
-            if left[0] == 0:
+            remaining[0] -= 1
+            if remaining[0] == 0:
                 Path(run, "frozen").write_text("".join(traceback.format_stack(limit=12)))
                 os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -17,13 +17,16 @@ from mamba_fsdp.verbs import train
 
 
 class Death:
-    """Kills this rank at the moment that `kill` describes. File operations are counted from the start of the process,
-    and everything else from the first step on."""
+    """Kills this rank at the moment that `kill` describes.
+
+    File operations are counted from the start of the process. Steps and seconds are counted from the end of the first
+    step.
+    """
 
     def __init__(self, kill):
         self.at = kill["at"]
         # The number of operations or steps until the kill, or of seconds after the first step.
-        self.left = kill["nth"]
+        self.remaining = kill["nth"]
         self.folder = kill["folder"]
         self.lock = threading.Lock()
 
@@ -36,9 +39,9 @@ class Death:
         def finish_step(*given):
             if self.at == "step":
                 self.count()
-            elif self.left is not None:
-                threading.Timer(self.left, self.come).start()
-                self.left = None
+            elif self.remaining is not None:
+                threading.Timer(self.remaining, self.come).start()
+                self.remaining = None
             return end(*given)
 
         loop.finish_step = finish_step
@@ -55,8 +58,8 @@ class Death:
 
     def count(self):
         with self.lock:
-            self.left -= 1
-            if self.left == 0:
+            self.remaining -= 1
+            if self.remaining == 0:
                 self.come()
 
     def come(self):

@@ -1,6 +1,7 @@
-"""Runs the storms with a fixed seed: four kills, and a freeze before each write.
+"""Runs tests.storm and tests.storm.frozen with a fixed seed: four kills of runs, and a freeze before each write.
 
-STORM_ROUNDS=200 makes more kills, also with HSDP, in a night. FROZEN_STORM=all freezes a run before each call.
+STORM_ROUNDS=200 makes more kills, also with HSDP, which takes a night. FROZEN_STORM=all freezes a run before each
+call.
 """
 
 import os

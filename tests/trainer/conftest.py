@@ -1,4 +1,4 @@
-"""Provides a tiny corpus, and tiny runs on it in this process."""
+"""Provides a tiny corpus, and functions that run tiny trainings on it in this process."""
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -11,7 +11,8 @@ from tests.support.tiny import TINY, resolved
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """Returns a folder with the stores train, validation and other/train, and foreign/train with another tokenizer."""
+    """Writes the stores train, validation and other/train, and foreign/train with another tokenizer. Returns their
+    folder."""
     root = tmp_path_factory.mktemp("corpus")
     corpora.write_learnable(root / "train", 0, 200)
     corpora.write_learnable(root / "validation", 1, 20)
@@ -26,7 +27,7 @@ OTHER_WORDS = [*WORDS[:-2], WORDS[-1], WORDS[-2]]
 
 
 def word_tokenizer(vocabulary):
-    """Returns a tokenizer of the tokenizers library with a token for each whole word."""
+    """Returns a tokenizer in which each word of the vocabulary is a token."""
     numbers = {word: number for number, word in enumerate(vocabulary)}
     backend = Tokenizer(models.WordLevel(numbers, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -36,7 +37,8 @@ def word_tokenizer(vocabulary):
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory):
-    """Returns a folder with the stores a and b. They contain the same tokens, but have different tokenizers."""
+    """Writes the stores of a and b, which contain the same tokens but have different tokenizers. Returns their
+    folder."""
     root = tmp_path_factory.mktemp("texts")
     for name, vocabulary in (("a", WORDS), ("b", OTHER_WORDS)):
         tokenizer = TextTokenizer(word_tokenizer(vocabulary), END)
@@ -48,7 +50,8 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_file(tmp_path_factory):
-    """Writes TINY to a file. Settings in a file are ignored without an error if a test makes them ineffective."""
+    """Writes the settings TINY to a file and returns its path. Settings in a file, unlike arguments, are not an error
+    if a test makes them ineffective."""
     file = tmp_path_factory.mktemp("settings") / "tiny.yaml"
     file.write_text("".join(f"{name}: {value}\n" for name, value in TINY.items()))
     return file
@@ -56,7 +59,7 @@ def tiny_file(tmp_path_factory):
 
 @pytest.fixture
 def settings_of(corpus, tiny_file, tmp_path):
-    """settings_of(**settings): returns the settings of a tiny run in tmp_path/run."""
+    """Returns a function settings_of(**settings), which returns the settings of a tiny run in tmp_path/run."""
 
     def settings(**given):
         usual = {"dataset_path": corpus, "save_ckpt_path": tmp_path / "run"}
@@ -67,7 +70,8 @@ def settings_of(corpus, tiny_file, tmp_path):
 
 @pytest.fixture
 def train(corpus, tiny_file, capsys):
-    """train(run folder, **settings): trains in this process like training.py, and returns the printed text."""
+    """Returns a function train(run folder, **settings), which trains in this process like training.py and returns
+    stdout."""
 
     def run_here(run, **given):
         capsys.readouterr()

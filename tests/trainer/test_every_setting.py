@@ -1,4 +1,4 @@
-"""Tests that every setting has an effect: another value changes the losses, the files, or the printed text."""
+"""Tests that every setting has an effect: with another value, a run has other losses, files or printed lines."""
 
 import re
 import shutil
@@ -9,7 +9,7 @@ from mamba_fsdp.errors import UserError
 from mamba_fsdp.settings import resolve
 from tests.support.checkpoints import metrics_of
 
-# Settings that the settings of these sections need to have an effect. As many as possible share one short run.
+# Common settings of runs, with which the settings in OTHER_VALUES have an effect. As many as possible share one short run.
 USUAL = {"num_steps": 3, "eval_interval": 0, "checkpoint_interval": 9, "publish": False}
 HYBRID = {
     **USUAL,
@@ -22,7 +22,8 @@ HYBRID = {
 }
 VALIDATED = {**USUAL, "num_steps": 2, "eval_interval": 1}
 SAVED = {**USUAL, "num_steps": 5, "checkpoint_interval": 1, "keep_checkpoints": 2}
-# Other values of settings, together with the common settings of both runs.
+# [(common settings, {setting: another value})]. A run with the common settings is compared with a run that also has the
+# other value.
 OTHER_VALUES = [
     (USUAL | {"n_layer": 1, "global_batch_size": 2}, {"model_name": "mamba-130m"}),
     (
@@ -124,7 +125,7 @@ OTHER_VALUES = [
     ),
 ]
 CASES = [(name, value, common) for common, values in OTHER_VALUES for name, value in values.items()]
-# Settings with an effect that a short run of one process can not show, and the test that shows it.
+# {setting whose effect a short run of one process can't show: the test that shows it}
 SHOWN_BY = {
     "num_workers": "data/test_loader.py::test_threads_read_the_configured_number_of_steps_ahead",
     "prefetch": "data/test_loader.py::test_threads_read_the_configured_number_of_steps_ahead",
@@ -161,19 +162,21 @@ def test_every_setting_has_its_test(project):
 
 @pytest.fixture(scope="module")
 def known():
-    """Returns {common settings: effects of a run with them}, for the runs that have been made so far."""
+    """Returns a dict {common settings: effects of a run with them} that the tests fill, so that each of these runs is
+    made once."""
     return {}
 
 
 @pytest.fixture
 def effects(train, tmp_path):
-    """effects(settings): returns (the losses of a run, its files, all other results that can differ)."""
+    """Returns a function effects(settings), which trains and returns (losses, names of files, metrics and printed
+    lines)."""
 
     def run_with(given):
         folder = tmp_path / "run"
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            said = train(folder, **given)
+            printed = train(folder, **given)
         except UserError as error:
             return str(error), [], []
         entries = metrics_of(folder)
@@ -181,7 +184,7 @@ def effects(train, tmp_path):
             [entry.get(name) for name in ("loss", "grad_norm", "val_loss")] for entry in entries
         ]
         files = {re.sub("tfevents.*", "tfevents", path.name) for path in folder.rglob("[!.]*")}
-        lines = [line for line in said.splitlines() if not line.startswith("step")]
+        lines = [line for line in printed.splitlines() if not line.startswith("step")]
         return losses, files, [entries, lines]
 
     return run_with
@@ -190,7 +193,8 @@ def effects(train, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("setting, value, common", CASES, ids=[case[0] for case in CASES])
 def test_a_setting_changes_something(effects, known, corpus, setting, value, common):
-    """Settings of the model, the data and the training change the losses."""
+    """Another value of a setting changes the effects of a run. If it is a setting of the model, the data, the
+    optimizer or the schedule, it changes the losses."""
     if str(common) not in known:
         known[str(common)] = effects(common)
     without = known[str(common)]

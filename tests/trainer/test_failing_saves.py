@@ -1,5 +1,5 @@
-"""Tests failed saves: training continues, reports the failure, retries later, and stops if too many saves fail in a
-row."""
+"""Tests failed saves: training continues, reports the failure, saves again later, and stops if too many saves in a
+row fail."""
 
 import errno
 import os
@@ -28,15 +28,16 @@ LONG = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Shortens the pauses: the next attempts come two, four and eight steps after a failure, and retries do not take
-    a minute."""
+    """Makes the next saves after a failure come two, four and eight steps later, and removes the minute of
+    retries."""
     monkeypatch.setattr(Clock, "mean_seconds", lambda clock, step: 30.0)
     monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
 
 
 @pytest.fixture
 def failing(monkeypatch):
-    """failing(times, number): lets this many saves fail with this errno. Returns the list of the steps of all saves."""
+    """Returns a function failing(times, number), which makes this many saves fail with this errno, and returns a list
+    of the steps of all saves."""
 
     def start(times, number=errno.ENOSPC):
         begun, real = [], checkpointer.write_pieces
@@ -56,10 +57,8 @@ def failing(monkeypatch):
 
 @pytest.fixture
 def wait_for_writing(monkeypatch):
-    """Waits before each step until nothing is being written.
-
-    The result of a save is then known in a fixed step, however slow threads and disks are.
-    """
+    """Makes each step wait until no checkpoint is being written. The result of a save is then known in a fixed step,
+    however slow threads and disks are."""
 
     def take(context, *rest, _take=loop.take_step, **named):
         while context.checkpointer.is_writing():
@@ -74,13 +73,13 @@ def test_training_continues_and_saves_when_it_can_again(train, tmp_path, failing
     settings = LONG | {"num_steps": 16}
     train(tmp_path / "well", **settings)
     begun = failing(3)
-    said = train(run, **settings)
+    printed = train(run, **settings)
     metrics = metrics_of(run)
     reason = os.strerror(errno.ENOSPC)
     assert begun[:4] == [2, 4, 8, 16]
     assert [entry for entry in metrics if "loss" in entry] == metrics_of(tmp_path / "well")
     assert [entry["failed_saves"] for entry in metrics if "failed_saves" in entry] == [1, 2, 3, 0]
-    warnings = [line for line in said.splitlines() if line.startswith("warning")]
+    warnings = [line for line in printed.splitlines() if line.startswith("warning")]
     assert len(warnings) == 3 and "2 of 5 in a row; the next attempt comes after" in warnings[1]
     assert "rank_00000.safetensors" in warnings[0] and reason in warnings[0]
     events = [event for event in read_events(run) if event["event"] == "failed_save"]
@@ -94,35 +93,34 @@ def test_training_continues_and_saves_when_it_can_again(train, tmp_path, failing
 def test_a_run_that_can_t_save_stops(
     train, tmp_path, failing, wait_for_writing, asynchronous, most, begins
 ):
-    """Earlier checkpoints are kept.
-
-    The launcher queues the job again only if the exit code indicates a transient error.
-    """
+    """After max_failed_saves failed saves in a row, the run ends with an error and keeps its earlier checkpoints. The
+    exit code tells the launcher whether the error is transient, in which case it queues the job again."""
     train(tmp_path, **LONG | {"num_steps": 2})
     begun = failing(10**9, errno.EIO)
-    said = f"^{most} saves in a row failed .max_failed_saves.*the last error: .*step {begins[-1]} could"
-    with pytest.raises(UserError, match=said) as told:
+    message = f"^{most} saves in a row failed .max_failed_saves.*the last error: .*step {begins[-1]} could"
+    with pytest.raises(UserError, match=message) as error:
         train(tmp_path, **LONG | {"async_checkpoint": asynchronous}, max_failed_saves=most)
-    assert begun == begins and told.value.exit_code == 74
+    assert begun == begins and error.value.exit_code == 74
     status = read_status(tmp_path)
     assert status["status"] == "failed" and "saves in a row failed" in status["reason"]
     assert steps_in(tmp_path) == [2]
 
 
 def test_the_last_save_of_a_run_must_not_fail(train, tmp_path, failing):
-    """The cause, such as a full disk, does not disappear by itself."""
+    """If the last save of a run fails, the run fails, because no later save can replace it. The same command then
+    finishes the run."""
     failing(1)
     settings = LONG | {"num_steps": 2, "async_checkpoint": "true", "checkpoint_interval": 100}
-    said = "^the checkpoint of step 2 could not be saved in .*: .*No space left"
-    with pytest.raises(UserError, match=said) as told:
+    message = "^the checkpoint of step 2 could not be saved in .*: .*No space left"
+    with pytest.raises(UserError, match=message) as error:
         train(tmp_path, **settings)
-    assert told.value.exit_code == 2 and read_status(tmp_path)["status"] == "failed"
+    assert error.value.exit_code == 2 and read_status(tmp_path)["status"] == "failed"
     train(tmp_path, **settings)
     assert read_status(tmp_path)["status"] == "finished"
 
 
 def test_disk_space_is_checked_before_the_first_step(train, tmp_path, monkeypatch):
-    """If the disk has too little space for one checkpoint, the run stops at once."""
+    """If the disk has too little space for one checkpoint, the run ends with an error before the first step."""
     full = shutil._ntuple_diskusage(10**12, 10**12, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     with pytest.raises(UserError, match="has only 1.0 kB free, but"):
@@ -131,7 +129,8 @@ def test_disk_space_is_checked_before_the_first_step(train, tmp_path, monkeypatc
 
 
 def test_old_checkpoints_are_removed_if_the_model_needs_their_space(train, tmp_path, monkeypatch):
-    """No more checkpoints are removed than needed."""
+    """If the disk has too little space for the published model, old checkpoints are removed, but not more than
+    needed."""
     settings = LONG | {"num_steps": 4, "checkpoint_interval": 1}
     train(tmp_path, **settings)
 
@@ -140,6 +139,6 @@ def test_old_checkpoints_are_removed_if_the_model_needs_their_space(train, tmp_p
         return shutil._ntuple_diskusage(10**12, 0, free)
 
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
-    said = train(tmp_path, **settings | {"publish": "true"})
-    assert "step_00000002 is removed to make room for the model's files" in said
+    printed = train(tmp_path, **settings | {"publish": "true"})
+    assert "step_00000002 is removed to make room for the model's files" in printed
     assert steps_in(tmp_path) == [3, 4] and (tmp_path / "pth/step_00000004").is_dir()

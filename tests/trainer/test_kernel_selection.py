@@ -1,4 +1,4 @@
-"""Tests the selection of kernels as on a GPU, on a CPU with backends that are tested in the same way."""
+"""Tests mamba_fsdp.trainer.kernel_selection on a CPU, with backends that replace those of a GPU."""
 
 import inspect
 import json
@@ -42,12 +42,12 @@ FUNCTIONS = {
 
 @pytest.fixture
 def few_positions(monkeypatch):
-    """Shortens the inputs for tests that do not depend on their length."""
+    """Shortens the inputs of the comparison, for tests that do not depend on their length."""
     monkeypatch.setattr(layer_check, "POSITIONS", 32)
 
 
 class Negated(torch.autograd.Function):
-    """Returns its input, and negates its gradient."""
+    """Returns its input in the forward pass, and negates the gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx, x):
@@ -59,7 +59,7 @@ class Negated(torch.autograd.Function):
 
 
 class Clock:
-    """Replaces time.perf_counter. The time advances only while a backend computes."""
+    """Replaces time.perf_counter. Its time advances only while a backend of `at_pace` computes."""
 
     now = 0.0
 
@@ -67,7 +67,8 @@ class Clock:
         return self.now
 
     def at_pace(self, seconds):
-        """Returns a change that returns the results of the reference after this many seconds."""
+        """Returns a change, see `changed`, that returns the results of the reference and advances the clock by this
+        many seconds."""
 
         def compute(function, arguments):
             self.now += seconds
@@ -77,7 +78,7 @@ class Clock:
 
 
 def changed(operator, change):
-    """Returns the reference backend of an operator. Its result is change(function, arguments)."""
+    """Returns a backend of an operator that calls change(function of the reference, arguments)."""
     package, name = FUNCTIONS[operator]
     module = package.BACKENDS["reference"]
     function = getattr(module, name)
@@ -87,7 +88,8 @@ def changed(operator, change):
 
 
 def negate(which):
-    """Returns a change that negates the gradient of an argument, or the result if `which` is -1."""
+    """Returns a change that negates the gradient of the argument with the index `which`, or the result if `which` is
+    -1."""
 
     def change(function, arguments):
         if which >= 0:
@@ -99,7 +101,7 @@ def negate(which):
 
 
 def change_state(change):
-    """A change that affects only the initial state."""
+    """Returns a change that applies a function to the initial state only."""
 
     def answer(function, arguments):
         *inputs, state, return_last_state = arguments
@@ -110,7 +112,8 @@ def change_state(change):
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """spoil(operator, change, backend="cpp"): replaces the backend by the reference with this change."""
+    """Returns a function spoil(operator, change, backend="cpp"), which replaces the backend by `changed(operator,
+    change)`."""
 
     def spoil(operator, change, backend="cpp"):
         package, _ = FUNCTIONS[operator]
@@ -121,7 +124,8 @@ def spoil(monkeypatch):
 
 @pytest.fixture
 def measure(spoil):
-    """measure(layers, operator, change): returns the comparison of the first kind of layer with this change."""
+    """Returns a function measure(layers, operator, change), which compares the first kind of layer with the reference
+    if the operator is changed."""
 
     def measure(layers, operator, change):
         spoil(operator, change, "toy")
@@ -154,7 +158,7 @@ def choose(folder, world=None, **given):
 
 
 def tensors_of(operator):
-    """Returns {name: index of the argument} of all arguments with a gradient, and -1 for the result."""
+    """Returns {name of an argument with a gradient: its index}, and "result": -1."""
     package, name = FUNCTIONS[operator]
     names = list(inspect.signature(getattr(package.BACKENDS["reference"], name)).parameters)
     others = {"seq_idx", "initial_state", "return_last_state", "chunk_size", "eps", "group_size"}
@@ -164,7 +168,8 @@ def tensors_of(operator):
 
 @pytest.mark.parametrize("operator", FUNCTIONS)
 def test_a_wrong_sign_is_found(measure, operator):
-    """The error of the result or of any gradient is far above the tolerance, and the reference in bf16 is below it."""
+    """If the result of an operator or any of its gradients has the wrong sign, the error is far above the tolerance.
+    The error of the reference in bf16 is below the tolerance."""
     kind = {"scan": "mamba1", "gdn": "gdn"}.get(operator, "mamba2")
     layers = LayerCheck(settings_of(kind, mixed_precision="bf16"), CPU)
     assert layers.measure(kind, REFERENCE).share < 0.5
@@ -174,10 +179,8 @@ def test_a_wrong_sign_is_found(measure, operator):
 
 
 def test_rows_are_those_for_which_triton_compiles_the_code_of_the_run():
-    """The rows fill a GPU if the run's do, because kernels split fewer rows.
-
-    All lengths equal the run's length modulo 16.
-    """
+    """The inputs of the comparison make Triton compile the code that the run uses: they have enough rows to fill a
+    GPU if the run has, because kernels split fewer rows, and their lengths equal the length of the run modulo 16."""
     settings = settings_of(d_model=2048, batch_size=40, seq_length=100)
     assert LayerCheck(settings, CPU).tests == [Rows(9, 592 + 4), Rows(1, 100)]
     shared = LayerCheck(settings.with_values(context_parallel=3), CPU)
@@ -188,7 +191,8 @@ def test_rows_are_those_for_which_triton_compiles_the_code_of_the_run():
 
 @pytest.mark.usefixtures("few_positions")
 def test_the_length_of_the_run_is_not_tested_if_it_does_not_fit_in_memory(spoil):
-    """The reference needs float64, and therefore more memory than the run."""
+    """If the inputs with the length of the run do not fit in memory, only shorter inputs are compared. The reference
+    is in float64, and therefore needs more memory than the run."""
     layers = LayerCheck(settings_of(seq_length=100), CPU)
 
     def compute(function, arguments):
@@ -216,7 +220,8 @@ def test_a_wrong_state_is_found_if_the_model_decodes_token_by_token(measure, ope
 
 
 def test_a_wrong_gradient_of_a_state_is_found_where_ranks_enable_context_parallel(measure):
-    """The inputs contain documents. The first of them began on an earlier rank."""
+    """With context parallelism, a wrong gradient of the initial state is found. The inputs contain documents, and the
+    first of them begins on an earlier rank."""
     settings = settings_of("mamba1", mixed_precision="bf16", context_parallel=2)
     layers = LayerCheck(settings, CPU)
     assert layers.measure("mamba1", REFERENCE).share < 0.5
@@ -225,7 +230,8 @@ def test_a_wrong_gradient_of_a_state_is_found_where_ranks_enable_context_paralle
 
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2", "mamba3", "attention"])
 def test_ranks_that_enable_context_parallel_are_tested_with_the_state_of_the_documents_before(kind):
-    """The positions of the second of two ranks depend on the first rank until a document begins, in this test after 32."""
+    """With context parallelism, the inputs begin with a state of an earlier rank. It affects the positions up to the
+    start of the first document, which is at position 32 here, and no later ones."""
     layers = LayerCheck(settings_of(kind, context_parallel=2), CPU)
     model = layers.make_model([kind], REFERENCE)
     rows = Rows(1, 96)
@@ -243,14 +249,14 @@ def test_a_backend_that_is_wrong_or_fails_is_rejected_by_name(tmp_path, spoil):
     spoil("conv", negate(1))
     choice, origin = choose(tmp_path / "run")
     assert choice.backends == {**REFERENCE_OF_MAMBA1, "scan": "cpp"}
-    said = r"conv not cpp: gradient of mixer.conv1d.weight over 1 x \d+ positions after 0 is off by 2 of"
-    assert re.search(said, str(choice))
+    message = r"conv not cpp: gradient of mixer.conv1d.weight over 1 x \d+ positions after 0 is off by 2 of"
+    assert re.search(message, str(choice))
     assert origin.startswith(
         "tested, not timed: one correct backend per operator, or deterministic="
     )
     spoil("scan", fail)
-    said = r"only plain PyTorch is left for scan.*not cpp: RuntimeError: out of resources: shared memory\).*install"
-    with pytest.raises(UserError, match=said):
+    message = r"only plain PyTorch is left for scan.*not cpp: RuntimeError: out of resources: shared memory\).*install"
+    with pytest.raises(UserError, match=message):
         choose(tmp_path / "2" / "run")
     with pytest.raises(UserError, match="scan can't be cpp on cpu: RuntimeError: out of resources"):
         choose(tmp_path / "demanding", kernels="scan=cpp")
@@ -259,7 +265,8 @@ def test_a_backend_that_is_wrong_or_fails_is_rejected_by_name(tmp_path, spoil):
 
 @pytest.mark.usefixtures("few_positions")
 def test_a_simpler_form_is_used_if_the_usual_one_is_wrong(tmp_path, monkeypatch):
-    """Every later start of the run uses the simpler form, too."""
+    """If a backend is wrong but its simpler form is correct, this start and every later start of the run use the
+    simpler form."""
     right = conv.BACKENDS["cpp"]
     toy = changed("conv", negate(1))
     wrong = toy.causal_conv_silu
@@ -273,7 +280,8 @@ def test_a_simpler_form_is_used_if_the_usual_one_is_wrong(tmp_path, monkeypatch)
 
 @pytest.mark.usefixtures("few_positions")
 def test_a_simpler_form_can_be_demanded(tmp_path, monkeypatch):
-    """The simpler form of SSD, for example, helps if a GPU is lost repeatedly. Other operators do not have one."""
+    """kernels=OPERATOR=BACKEND-simpler selects the simpler form of a backend, which helps, for example, if SSD loses
+    a GPU repeatedly. It is an error for operators without a simpler form."""
     assert demands("ssd=triton-simpler", ["ssd"]) == {"ssd": "triton"}
     with pytest.raises(UserError, match="there is no backend of scan 'triton-simpler'"):
         demands("scan=triton-simpler", ["scan"])
@@ -289,10 +297,8 @@ def test_a_simpler_form_can_be_demanded(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("few_positions")
 def test_kernels_are_selected_again_if_the_settings_change(tmp_path, spoil):
-    """A backend with results that are not reproducible can be used until the run sets deterministic=true.
-
-    The GPU is not called faulty.
-    """
+    """A start with other settings selects kernels again. With deterministic=true, a backend whose results are not
+    reproducible is rejected, and this is not reported as a fault of the GPU."""
     calls = []
 
     def vary(function, arguments):
@@ -318,7 +324,8 @@ ACCIDENTS = [
 @pytest.mark.usefixtures("few_positions")
 @pytest.mark.parametrize("accident", ACCIDENTS, ids=str)
 def test_a_transient_error_does_not_reject_a_backend(tmp_path, spoil, accident):
-    """The launcher restarts the ranks each time, and other runs are not affected."""
+    """A transient error in a comparison ends the start with the exit code of a transient error, so the launcher
+    restarts the ranks. The backend is not rejected, neither for this run nor for others."""
 
     def meet(function, arguments):
         raise accident
@@ -333,16 +340,17 @@ def test_a_transient_error_does_not_reject_a_backend(tmp_path, spoil, accident):
     choice, origin = choose(tmp_path / "run")
     assert choice.backends["conv"] == "cpp" and origin.startswith("tested, ")
     spoil("conv", meet)
-    with pytest.raises(TransientError) as ended:  # a rank fails that tests the selected backends
+    # The backends were selected before, so the ranks only test them. The error is still transient.
+    with pytest.raises(TransientError) as ended:
         choose(tmp_path / "run")
     assert ended.value.exit_code == 1 and "--exclude" not in str(ended.value)
 
 
 @pytest.fixture
 def rivals(monkeypatch, spoil):
-    """Provides a CPU with two backends each for conv and scan.
+    """Provides two backends for conv and for scan on a CPU, which differ only in speed.
 
-    They differ only in speed. Returns {(operator, backend): function that sets its seconds}.
+    Returns a function that sets the seconds of a backend: rivals(operator, backend, seconds).
     """
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
@@ -365,10 +373,8 @@ def rivals(monkeypatch, spoil):
 
 @pytest.mark.usefixtures("few_positions")
 def test_the_fastest_is_taken_and_kept(tmp_path, spoil, rivals):
-    """The selection is made for each operator, and kept for this run and for later runs.
-
-    Another form of the operator is selected anew.
-    """
+    """The fastest backend of each operator is selected, and kept for this run and for later runs. A start with
+    another value of `kernels` selects again."""
     choice, origin = choose(tmp_path / "run")
     fastest = {**REFERENCE_OF_MAMBA1, "conv": "cpp", "scan": "triton"}
     assert choice.backends == fastest
@@ -383,8 +389,8 @@ def test_the_fastest_is_taken_and_kept(tmp_path, spoil, rivals):
     choice, origin = choose(tmp_path / "run", kernels="conv=cpp")
     assert choice.backends["scan"] == "cpp" and origin.startswith("tested, and")
     spoil("scan", fail, "triton")
-    said = "fail on rank 0 on .*: RuntimeError: out of resources.*kernels.json and"
-    with pytest.raises(UserError, match=said) as failed:
+    message = "fail on rank 0 on .*: RuntimeError: out of resources.*kernels.json and"
+    with pytest.raises(UserError, match=message) as failed:
         choose(tmp_path / "next")
     assert failed.value.exit_code == 2
 
@@ -395,7 +401,7 @@ def hang(function, arguments):
 
 
 def start_that_hangs(folder):
-    """Starts a run that hangs during the test of a backend, until the watchdog ends it."""
+    """Starts a run that hangs while a backend is tested, until the watchdog ends the process."""
     conv.BACKENDS["cpp"] = changed("conv", hang)
     choose(folder)
 
@@ -427,24 +433,24 @@ def test_a_backend_that_hangs_or_ends_two_starts_is_rejected(tmp_path, monkeypat
 
 
 def refusal(folder, world):
-    """Returns the error message of a selection."""
+    """Returns the exit code and the error message of a selection that fails."""
     with pytest.raises(UserError) as refused:
         choose(folder, world)
     return f"{refused.value.exit_code} {refused.value}"
 
 
 def on_two_ranks(world, folder):
-    """Returns the error of each rank if only rank 1 has a wrong conv, if only its bits differ, and if it loses its
-    GPU."""
+    """Returns the errors of this rank in three selections: rank 1 has a wrong conv, a conv with slightly different
+    bits, and loses its GPU."""
     choose(folder, world)
-    said = []
+    errors = []
     for change in (negate(1), lambda function, arguments: function(*arguments) * (1 + 3e-7)):
         if world.rank == 1:
             conv.BACKENDS["cpp"] = changed("conv", change)
-        said.append(refusal(folder, world))
+        errors.append(refusal(folder, world))
     if world.rank == 1:
         LayerCheck.synchronize = lose_device
-    return [*said, refusal(folder, world)]
+    return [*errors, refusal(folder, world)]
 
 
 @pytest.mark.slow
@@ -463,7 +469,7 @@ def test_the_only_rank_with_a_wrong_backend_is_named(tmp_path):
 
 
 def on_two_nodes(world, folder):
-    """Returns the exit code and the message of each rank if rank 1 is on its own node and has a wrong conv."""
+    """Returns the exit code and the error message of this rank if rank 1 is on another node and has a wrong conv."""
     socket.gethostname = lambda: f"node{world.rank}"
     choose(folder, world)
     if world.rank == 1:
@@ -479,7 +485,8 @@ def test_the_only_node_with_a_wrong_backend_is_at_fault_and_other_nodes_start_ag
 
 
 def test_inference_uses_correct_backends(tmp_path, monkeypatch, spoil, train):
-    """The selection is used by evaluate, generate and mamba_fsdp.load. It includes decoding token by token."""
+    """mamba_fsdp.load selects correct backends, like evaluate and generate. A backend that is wrong only when it
+    decodes token by token is rejected."""
     train(tmp_path, num_steps=1, eval_interval=0)
     monkeypatch.setattr(kernel_selection, "TESTED_DEVICES", {"cpu"})
     backends = mamba_fsdp.load(tmp_path).network.backends
@@ -504,10 +511,11 @@ def test_inference_tests_only_as_many_backends_as_needed(monkeypatch, rivals):
 
 @pytest.mark.usefixtures("few_positions")
 def test_a_run_prints_its_selection(tmp_path, monkeypatch, train):
-    """It resumes with the same selection. A dry run tests nothing."""
+    """A run prints the selected kernels and how they were chosen, and resumes with the same kernels. A dry run does
+    not test kernels."""
     monkeypatch.setattr(kernel_selection, "TESTED_DEVICES", {"cpu"})
     more = {"kernels": "auto", "eval_interval": 0, "publish": "false"}
     assert "; tested" not in train(tmp_path / "run", dry_run=True, **more)
     for steps, origin in ((1, "tested, not timed: one"), (2, "chosen when this run began")):
-        said = train(tmp_path / "run", num_steps=steps, **more)
-        assert f"loss; {origin}" in said and "; correct on 1 rank, " in said
+        printed = train(tmp_path / "run", num_steps=steps, **more)
+        assert f"loss; {origin}" in printed and "; correct on 1 rank, " in printed

@@ -1,4 +1,4 @@
-"""Tests the reports of steps in metrics.jsonl and in printed lines."""
+"""Tests mamba_fsdp.trainer.metrics_logger: the reports of steps in metrics.jsonl and in printed lines."""
 
 import math
 import re
@@ -23,8 +23,8 @@ POSITIVE = (
 
 @pytest.fixture
 def flops_per_token(monkeypatch):
-    """Returns a list that contains the FLOPs per token of a run on a device with a known peak, after the run has
-    started."""
+    """Gives the device a known peak speed. Returns a list to which each run appends its FLOPs per token when it
+    starts."""
     found = []
 
     def train_at_peak(context, logger, *rest, _train=loop.train):
@@ -37,9 +37,10 @@ def flops_per_token(monkeypatch):
 
 
 def test_a_report_is_a_line_and_an_entry_at_each_interval(train, tmp_path, flops_per_token):
-    """A report follows every second step of 64 tokens, with the mean loss since the last report.
+    """At each report_interval, here every second step of 64 tokens, a line is printed and an entry is written, with
+    the mean loss since the last report.
 
-    The expected losses were computed by an earlier version.
+    The expected losses were computed by an earlier version of the program.
     """
     given = {"num_steps": 4, "publish": False, "schedule": "constant", "recipe": "published"}
     train(tmp_path / "each", **given)
@@ -47,7 +48,7 @@ def test_a_report_is_a_line_and_an_entry_at_each_interval(train, tmp_path, flops
         entry["loss"] for entry in read_entries(tmp_path / "each/metrics.jsonl") if "loss" in entry
     ]
     assert losses == pytest.approx([4.152922, 4.116724, 4.093144, 3.993663], rel=1e-5)
-    said = train(tmp_path / "run", report_interval="128tok", **given)
+    printed = train(tmp_path / "run", report_interval="128tok", **given)
     validation, report, *_ = read_entries(tmp_path / "run/metrics.jsonl")
     assert validation["step"] == 0 and validation["val_share"] == round(128 / LABELS, 6)
     # There is only one source, and it does not have a tokenizer.
@@ -63,7 +64,7 @@ def test_a_report_is_a_line_and_an_entry_at_each_interval(train, tmp_path, flops
     assert report["mfu"] == pytest.approx(rate * flops_per_token[0] / PEAK_FLOPS, abs=1e-4)
     assert 0.01 < report["memory_gb"] < 1000 and report["goodput_of_commands"] < 1
     assert all(report[name] > 0 for name in POSITIVE)
-    first, second, *_ = re.findall("^step .*", said, flags=re.M)
+    first, second, *_ = re.findall("^step .*", printed, flags=re.M)
     loss, perplexity = validation["val_loss"], validation["val_perplexity"]
     assert first.startswith(f"step 0: validation loss {loss:.4f}, perplexity {perplexity:.2f} (")
     assert re.fullmatch(
@@ -73,10 +74,8 @@ def test_a_report_is_a_line_and_an_entry_at_each_interval(train, tmp_path, flops
 
 
 def test_the_clock_excludes_pauses(monkeypatch):
-    """The own seconds of a rank are the time between the collective of a step and the next forward pass.
-
-    They show which rank delays the others.
-    """
+    """The clock does not count pauses, such as saves. It also measures each rank's own seconds between the collective
+    of a step and the next forward pass, which show which rank delays the others."""
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     clock = Clock(1, ranks=2)

@@ -1,4 +1,4 @@
-"""Tests that any single failure of a system call changes nothing, because storage operations are retried."""
+"""Tests that any single failure of a system call has no effect, because storage operations are retried."""
 
 import shutil
 from types import SimpleNamespace
@@ -23,7 +23,8 @@ def place(tmp_path):
 
 @pytest.fixture
 def withstand(place, monkeypatch):
-    """withstand(scenario, prepare=nothing): checks that the scenario leaves the same files whichever call fails."""
+    """Returns a function withstand(scenario, prepare), which asserts that the scenario leaves the same files
+    whichever call fails."""
     disk = Disk(monkeypatch, place)
 
     def list_files():
@@ -41,7 +42,8 @@ def withstand(place, monkeypatch):
 
 
 def test_a_run_folder_is_acquired_written_and_released(place, tmp_path, withstand):
-    """The newest tokenizer is in it, and no file of the lease is left."""
+    """Acquiring, writing and releasing a run folder leaves the newest tokenizer and no file of the lease, whichever
+    call fails."""
     train(["aaa"], 257).save(tmp_path / "old")
     train(["bbb"], 257).save(tmp_path / "new")
 
@@ -61,7 +63,8 @@ def test_a_run_folder_is_acquired_written_and_released(place, tmp_path, withstan
 
 @pytest.mark.slow
 def test_checkpoints_are_saved_kept_pruned_and_found(place, withstand):
-    """The checkpoints for keep_every are kept, too."""
+    """Saving, pruning and finding checkpoints has the same results whichever call fails, including the checkpoints
+    that keep_every preserves."""
 
     def prepare():
         return make_checkpoints(place, [6, 9], keep=1, keep_every=10, asynchronous=False)

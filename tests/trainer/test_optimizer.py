@@ -1,4 +1,4 @@
-"""Tests which parameters decay, Muon, and the loss scale of fp16."""
+"""Tests mamba_fsdp.trainer.optimizer: which parameters decay, Muon, and the loss scale of fp16."""
 
 import math
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def test_only_matrices_decay():
 
 @pytest.fixture
 def muon():
-    """Returns (model, its spec, its Muon optimizer) on one rank, in bf16."""
+    """Returns (parallel model, {name: parameter} of its spec, Muon optimizer) on one rank, in bf16."""
     how = {"strategy": "none", "optimizer": "muon", "config": ALL_KINDS}
     parallel, optimizer = build(World.alone(), dtype=torch.bfloat16, **how)
     for group in optimizer.param_groups:
@@ -48,7 +48,8 @@ def draw_gradients(parallel, step):
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 and newer have Muon")
 def test_a_step_equals_the_muon_of_torch_for_each_stacked_matrix(muon):
-    """The results agree except for the rounding of a step to bf16 for the transfer."""
+    """A step of our Muon equals a step of torch.optim.Muon for each matrix that a parameter consists of, except for
+    rounding: our updates are sent between ranks in bf16."""
     parallel, spec, optimizer = muon
     of_muon = {name for name in spec if "_proj.weight" in name or ".fc" in name}
     assert {slot.name for slot in optimizer.rows} == of_muon
@@ -94,7 +95,7 @@ def test_the_iterations_make_all_singular_values_about_one(name, smallest, low, 
 
 
 def updated(scale, state, applied):
-    """Updates the scale after a step. Returns (scale, whether the scale can have caused an overflow)."""
+    """Updates the loss scale after a step. Returns (the scale, whether the scale can have caused the overflow)."""
     scale.update(torch.tensor(float(applied), dtype=torch.float64))
     stats = SimpleNamespace(
         loss_scale=float(scale.value), loss_scale_good_steps=float(scale.good_steps)
@@ -111,7 +112,7 @@ def test_the_scale_halves_on_overflow_and_explains_it_until_it_is_one():
     ]
     for _ in range(1999):
         assert updated(scale, state, True)[0] == 1.0
-    scale = LossScale(state, CPU, dynamic=True)  # the scale of a run that resumes here
+    scale = LossScale(state, CPU, dynamic=True)  # as after a restart of the run
     assert (
         updated(scale, state, True)[0] == state.loss_scale == 2.0
         and state.loss_scale_good_steps == 0

@@ -1,4 +1,4 @@
-"""Tests that a training restores the state of the calling process."""
+"""Tests that importing the package and training restore the state of the calling process."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import pytest
 from tests.support.processes import run_program
 from tests.support.tiny import TINY
 
-# A large tensor, because several threads share its computation.
+# The program uses a large tensor, whose computation torch divides among its threads.
 PROGRAM = """
 import json, logging, os, resource, signal, sys, threading
 
@@ -70,10 +70,8 @@ for found in after:
 
 @pytest.mark.torch22
 def test_the_import_and_a_training_leave_the_process_as_it_was(project, corpus, tmp_path):
-    """The process imports the package, trains twice, and then makes a mistake.
-
-    It has already started two threads.
-    """
+    """A process has the same signal handlers, random state, threads, environment and other settings before and after
+    it imports the package, trains twice, and makes a mistake. Torch has already started two threads."""
     words = {**TINY, "dataset_path": str(corpus), "save_ckpt_path": str(tmp_path / "run")}
     del words["num_steps"]
     environment = {"OMP_NUM_THREADS": "2"}

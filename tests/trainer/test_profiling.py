@@ -1,4 +1,4 @@
-"""Tests the profile of a step, and the errors about too little memory."""
+"""Tests the profile of steps, the measured speed of training, and the errors about too little memory."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def test_a_run_prints_a_profile(train, tmp_path):
 def test_the_speed_of_training_is_measured_without_leaving_files(
     settings_of, tmp_path, monkeypatch
 ):
-    """At least three steps of 64 tokens are timed."""
+    """measure_tokens_per_second times at least three steps, here of 64 tokens, and leaves no files."""
     monkeypatch.setattr(run, "MIN_TIMED_SECONDS", 0.0)
     began = time.perf_counter()
     pace = run.measure_tokens_per_second(settings_of())
@@ -36,35 +36,38 @@ def test_the_speed_of_training_is_measured_without_leaving_files(
 
 
 @pytest.mark.parametrize(
-    "need, told", [(79, ""), (95, "warning    the GPU has only 80.0 GB: lower batch"), (110, None)]
+    "need, warning",
+    [(79, ""), (95, "warning    the GPU has only 80.0 GB: lower batch"), (110, None)],
 )
-def test_a_gpu_that_is_too_small_is_reported_at_the_start(monkeypatch, need, told):
-    """The estimate is within 15 % of the memory of a step."""
+def test_a_gpu_that_is_too_small_is_reported_at_the_start(monkeypatch, need, warning):
+    """If the estimated memory of a step is close to the memory of the GPU, a warning is printed. If it is more than
+    20 % above it, an error is raised."""
     monkeypatch.setattr("mamba_fsdp.trainer.setup.local_machine", lambda: Instance("H100", 8, 80.0))
     world = World(0, 8, 8, torch.device("cuda", 0))
-    said = []
+    printed = []
     memory = {"weights": 10**9, "activations": (need - 1) * 10**9}
-    if told is None:
+    if warning is None:
         with pytest.raises(UserError, match="needs about 110.0 GB .* has 80.0 GB: lower batch"):
-            check_memory(memory, world, said.append)
+            check_memory(memory, world, printed.append)
     else:
-        check_memory(memory, world, said.append)
-        assert "".join(said).startswith(told) and len(said) == bool(told)
+        check_memory(memory, world, printed.append)
+        assert "".join(printed).startswith(warning) and len(printed) == bool(warning)
 
 
 @pytest.mark.parametrize(
-    "error, is_told",
+    "error, is_translated",
     [
         (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],
 )
-def test_too_little_memory_before_the_first_step_has_a_remedy(error, is_told):
-    """After the first step it can be a transient error, and a restart can help."""
+def test_too_little_memory_before_the_first_step_has_a_remedy(error, is_translated):
+    """An error about too little memory before the first step contains a remedy. After the first step it is not
+    changed, because it can be transient, and a restart can help."""
     found = run.translate_error(error, rank=3, has_stepped=False)
-    assert isinstance(found, UserError) == is_told
-    assert is_told == bool(
+    assert isinstance(found, UserError) == is_translated
+    assert is_translated == bool(
         re.match("rank 3 has too little memory: .* `mamba-fsdp plan`", str(found))
     )
     assert run.translate_error(error, rank=3, has_stepped=True) is error

@@ -1,4 +1,5 @@
-"""Tests whole runs: interrupted runs end like uninterrupted ones, and errors are reported."""
+"""Tests whole runs: a run that was interrupted equals an uninterrupted one, changes and failures are recorded, and
+mistakes are reported."""
 
 import json
 import re
@@ -14,17 +15,17 @@ from tests.support.compare import equal
 
 
 def progress_of(run):
-    """Returns the train state in the run's newest checkpoint."""
+    """Returns the train state in the newest checkpoint of a run."""
     newest = sorted(run.glob("checkpoints/step_*/state.json"))[-1]
     return json.loads(newest.read_text())["state"]["progress"]
 
 
 def test_an_interrupted_run_equals_an_uninterrupted_one(train, tmp_path, monkeypatch):
-    """The interruptions can be between two reports: the mean loss of the interval and the times for the goodput are
-    preserved."""
+    """A run that was interrupted between two reports ends with the same weights and metrics as an uninterrupted one.
+    The mean loss of the interval and the times for the goodput are restored."""
     common = {"report_interval": 4, "num_steps": 8, "schedule": "constant", "deterministic": True}
     train(tmp_path / "whole", **common)
-    began = time.time() - 1000  # the time at which the command started the ranks
+    began = time.time() - 1000  # when the launcher started the command
     monkeypatch.setenv("COMMAND_BEGAN", str(began))
     train(tmp_path / "parts", **{**common, "num_steps": 2})
     first = progress_of(tmp_path / "parts")
@@ -42,7 +43,8 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(train, tmp_path, monkeyp
 
 
 def test_a_run_from_before_the_tuned_recipe_resumes_with_its_own(train, tmp_path):
-    """Its config.yaml lacks the setting `recipe`, and the same command resumes it."""
+    """A run whose config.yaml lacks the setting `recipe`, because it is older than this setting, resumes with the
+    published recipe."""
     common = {"schedule": "constant", "deterministic": True}
     train(tmp_path / "whole", num_steps=4, recipe="published", **common)
     train(tmp_path / "old", num_steps=2, recipe="published", **common)
@@ -50,15 +52,15 @@ def test_a_run_from_before_the_tuned_recipe_resumes_with_its_own(train, tmp_path
     file.write_text(
         re.sub(r"  (recipe|muon_momentum|muon_coefficients): .*\n", "", file.read_text())
     )
-    said = train(tmp_path / "old", num_steps=4, **common)
-    assert "training   adamw, learning rate 0.01 (constant), recipe published" in said
+    printed = train(tmp_path / "old", num_steps=4, **common)
+    assert "training   adamw, learning rate 0.01 (constant), recipe published" in printed
     assert equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "old"))
 
 
 def test_a_dry_run_describes_the_training_and_writes_nothing(train, tmp_path):
-    said = train(tmp_path / "run", dry_run=True)
+    printed = train(tmp_path / "run", dry_run=True)
     assert not (tmp_path / "run").exists()
-    words = re.findall(r"^\w+", said, flags=re.MULTILINE)
+    words = re.findall(r"^\w+", printed, flags=re.MULTILINE)
     assert words == ["run", "training", "model", "kernels", "memory", "data", "steps", "time"]
     for line in (
         f"run        {tmp_path}/run",
@@ -71,13 +73,14 @@ def test_a_dry_run_describes_the_training_and_writes_nothing(train, tmp_path):
         "steps      6 of 2 x 32 = 64 tokens; 2.. MFLOP each, 1... MFLOP in all",
         "time       unknown before the first step; .*mamba-fsdp plan estimates it for GPUs",
     ):
-        assert re.search(f"^{line}$", said, re.MULTILINE), (line, said)
+        assert re.search(f"^{line}$", printed, re.MULTILINE), (line, printed)
 
 
 def test_a_dry_run_warns_of_settings_that_are_probably_mistakes(train, tmp_path):
-    """It also reports if transformers does not support the model."""
+    """A dry run warns about settings that are probably mistakes, and reports if transformers does not support the
+    model."""
     wrong = {"batch_size": 10**6, "num_steps": 10**6, "vocab_size": 999, "warmup_steps": "2M"}
-    said = train(tmp_path, dry_run=True, layers="mamba1+mlp", **wrong)
+    printed = train(tmp_path, dry_run=True, layers="mamba1+mlp", **wrong)
     for warning in (
         "warning .*of the machine's .* GB",
         "warning .*read the data .* times; set",
@@ -85,11 +88,12 @@ def test_a_dry_run_warns_of_settings_that_are_probably_mistakes(train, tmp_path)
         "warning .*2 times as long as the s",
         "export     transformers does not have a model with mamba1.mlp; export --format=pth works$",
     ):
-        assert re.search(f"^{warning}", said, re.MULTILINE), (warning, said)
+        assert re.search(f"^{warning}", printed, re.MULTILINE), (warning, printed)
 
 
 def test_changes_between_starts_are_recorded_with_their_step(train, tmp_path):
-    """A copy of each start's settings is kept."""
+    """The event of each start contains the settings that have changed, the step, and the name of the file with its
+    settings."""
     run = tmp_path / "run"
     train(run, num_steps=2)
     train(run, num_steps=4, learning_rate=100.0)
@@ -103,50 +107,52 @@ def test_changes_between_starts_are_recorded_with_their_step(train, tmp_path):
 
 
 def test_a_dry_run_finds_the_start_of_the_run_and_changes_nothing(train, tmp_path):
-    """It also reports which settings differ from the last start."""
+    """A dry run prints the checkpoint from which the run would resume and the settings that differ from the last
+    start. It changes no file."""
     run = tmp_path / "run"
     assert "settings " not in train(run, num_steps=2, checkpoint_interval=1)
     (run / "STOP").touch()
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     newest = run / "checkpoints/step_00000002"
-    said = train(run, dry_run=True, learning_rate=0.001)
-    assert f"resumes    from {newest}" in said
+    printed = train(run, dry_run=True, learning_rate=0.001)
+    assert f"resumes    from {newest}" in printed
     speed = "0:00:.. for the remaining steps, at the mean speed of the first 2"
-    assert re.search(f"^time       {speed}$", said, re.MULTILINE)
-    assert "changed since the last start: learning_rate=0.001 (before 0.01)" in said
+    assert re.search(f"^time       {speed}$", printed, re.MULTILINE)
+    assert "changed since the last start: learning_rate=0.001 (before 0.01)" in printed
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     with pytest.raises(
         UserError, match="d_model=32 .there 16.; leave out the settings that differ"
     ):
         train(tmp_path / "new", d_model=32, dry_run=True, load_ckpt_path=run)
-    said = train(tmp_path / "new", dry_run=True, load_ckpt_path=run)
-    assert f"starting   from model and optimiser in {newest}, the data from its start" in said
+    printed = train(tmp_path / "new", dry_run=True, load_ckpt_path=run)
+    assert f"starting   from model and optimiser in {newest}, the data from its start" in printed
     flip(newest / "rank_00000.safetensors")
-    said = train(run, dry_run=True)
-    assert f"{newest} is broken and is skipped" in said
+    printed = train(run, dry_run=True)
+    assert f"{newest} is broken and is skipped" in printed
     older = run / "checkpoints/step_00000001"
-    assert said.count("resumes    from ") == 1 and f"resumes    from {older}, step 1\n" in said
+    assert (
+        printed.count("resumes    from ") == 1 and f"resumes    from {older}, step 1\n" in printed
+    )
 
 
 @pytest.mark.parametrize(
-    "interval, said",
+    "interval, message",
     [(4, "validation loss after step 4 is nan"), (0, "step 4 could not .* finite")],
 )
-def test_a_run_whose_weights_are_not_finite_fails(train, tmp_path, interval, said):
-    """It does not save these weights.
-
-    The same command with another learning rate resumes from the previous checkpoint.
-    """
+def test_a_run_whose_weights_are_not_finite_fails(train, tmp_path, interval, message):
+    """A run whose weights are not finite fails without saving them. Its newest checkpoint and its published model
+    remain those of the last step with finite weights."""
     given = {"eval_interval": interval, "checkpoint_interval": 1, "recipe": "published"}
     train(tmp_path, num_steps=1, **given)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         train(tmp_path, num_steps=4, learning_rate=1e308, **given)
     assert read_status(tmp_path)["status"] == "failed"
     assert [path.name for path in tmp_path.glob("*/step_*")] == ["step_00000001"] * 2
 
 
 def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, monkeypatch):
-    """The same command then publishes the model without another step."""
+    """If publishing the model fails, the run fails. The same command then publishes the model without another
+    step."""
 
     def full_disk(*_, **__):
         raise UserError("no room")
@@ -156,10 +162,10 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
         train(tmp_path, num_steps=3)
     assert read_status(tmp_path)["status"] == "failed"
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    said = train(tmp_path, num_steps=3)
-    assert "already has all its 3 steps; raise num_steps to train on" in said
-    said = train(tmp_path, num_steps=2, dry_run=True)
-    assert "is already past 2: it has 3 steps" in said
+    printed = train(tmp_path, num_steps=3)
+    assert "already has all its 3 steps; raise num_steps to train on" in printed
+    printed = train(tmp_path, num_steps=2, dry_run=True)
+    assert "is already past 2: it has 3 steps" in printed
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     assert read_status(tmp_path)["status"] == "finished"
     assert list(tmp_path.glob("pth/*/consolidated.00.pth"))
@@ -167,8 +173,8 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
 
 @pytest.mark.slow
 def test_starting_from_another_run(train, tmp_path):
-    """A .pth file provides the model, a folder also the optimizer, and resuming_dataset also the position in the
-    data."""
+    """A run that starts from a .pth file gets its model. From the folder of a run it also gets the optimizer, and
+    with resuming_dataset=true also the position in the data."""
     first = tmp_path / "first"
     train(first, num_steps=2)
     pth = next(first.glob("pth/*/consolidated.00.pth"))
@@ -182,7 +188,7 @@ def test_starting_from_another_run(train, tmp_path):
     }.items():
         train(tmp_path / name, num_steps=2, **given)
         validation, *entries = metrics_of(tmp_path / name)
-        assert validation["val_loss"] == last["val_loss"]  # the weights of the first run
+        assert validation["val_loss"] == last["val_loss"]  # equal weights have equal losses
         losses[name] = [entry["loss"] for entry in entries if "loss" in entry]
     assert losses["pth"][0] == losses["folder"][0] and losses["pth"][1] != losses["folder"][1]
     assert losses["folder"] == losses["step"] and losses["data"][0] != losses["folder"][0]
@@ -210,7 +216,8 @@ def test_starting_from_another_run(train, tmp_path):
     ],
 )
 def test_a_mistake_is_a_line_at_the_start(train, texts, corpus, tmp_path, wrong, message):
-    """tests/verbs/test_advice.py tests more errors, and that their advice is correct."""
+    """A mistake in the settings is an error of one line. tests/verbs/test_advice.py tests more mistakes, and that the
+    advice in the messages works."""
     (tmp_path / "blank.txt").write_text(" \n")
     given = {"dataset_path": texts / "a", **wrong}
     for name, value in wrong.items():
@@ -222,10 +229,8 @@ def test_a_mistake_is_a_line_at_the_start(train, texts, corpus, tmp_path, wrong,
 
 
 def test_a_start_that_fails_changes_the_status_of_the_previous_one(train, tmp_path):
-    """After a start that fails, the status is not `finished` any more, and a successful start corrects it.
-
-    A start that fails before it has acquired the run folder does not change the status.
-    """
+    """A start that fails after it has acquired the run folder sets the status of the run to `failed`, and the next
+    successful start sets it to `finished`. A start that fails earlier does not change the status."""
     train(tmp_path, num_steps=1)
     with pytest.raises(UserError):
         train(tmp_path, dataset_path="/nowhere")
@@ -241,7 +246,8 @@ def test_a_start_that_fails_changes_the_status_of_the_previous_one(train, tmp_pa
 
 @pytest.mark.slow
 def test_a_run_of_epochs_learns_ends_and_is_lengthened(train, tmp_path):
-    """An epoch consists of the windows of all datasets in the mixture."""
+    """num_epochs sets the length of a run, which can be increased later. An epoch consists of the windows of all
+    datasets in the mixture."""
     common = {"datasets": "train,other", "batch_size": 64, "eval_interval": 0, "publish": False}
     train(tmp_path, num_epochs=0.9, **common)
     first, *_, last = metrics_of(tmp_path)
@@ -253,10 +259,8 @@ def test_a_run_of_epochs_learns_ends_and_is_lengthened(train, tmp_path):
 
 
 def test_the_settings_of_a_start_get_a_number_that_no_other_has(tmp_path):
-    """The numbers are unique even if a copy was removed.
-
-    Equal settings are not copied again, and no other files are left in the run folder.
-    """
+    """Each start with other settings writes them to config.N.yaml with a new number, even if an earlier copy was
+    removed. Equal settings are not written again, and no other files remain in the run folder."""
     folder = RunFolder(tmp_path)
     folder.acquire()
     assert folder.write_settings("seed: 1\n") == "config.1.yaml"

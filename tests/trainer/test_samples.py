@@ -1,4 +1,4 @@
-"""Tests the results of a validation: its loss in bits per byte, and the generated texts."""
+"""Tests the results of validations: losses, bits per byte and generated texts."""
 
 import itertools
 import shutil
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.torch22]
 
 @pytest.fixture
 def given(texts, tmp_path):
-    """Returns the settings of a run that generates two texts at each of its validations, after steps 0 and 1."""
+    """Returns the settings of a run that generates two texts at each validation, after step 0 and after step 1."""
     (tmp_path / "prompts").write_text("\n\n".join(PROMPTS))
     return {
         "dataset_path": texts / "a",
@@ -35,10 +35,11 @@ def validations_of(folder):
 def test_samples_equal_the_output_of_generate_and_do_not_change_the_run(
     train, given, texts, tmp_path
 ):
-    """evaluate finds the same bits per byte in the same windows."""
-    said = train(tmp_path / "run", **given)
+    """The generated texts of a validation equal the output of `generate`, and its bits per byte those of `evaluate`
+    in the same windows. Generating texts does not change the weights or losses of the run."""
+    printed = train(tmp_path / "run", **given)
     first, last = validations_of(tmp_path / "run")
-    assert len(first["samples"]) == 2 and f"\nsample     {last['samples'][1]!r}\n" in said
+    assert len(first["samples"]) == 2 and f"\nsample     {last['samples'][1]!r}\n" in printed
     model = mamba_fsdp.load(tmp_path / "run")
     found = mamba_fsdp.evaluate(model, texts / "a/validation", seq_length=32, limit=4)
     assert last["val_bits_per_byte"] == pytest.approx(found.bits_per_byte, rel=1e-5)
@@ -57,11 +58,12 @@ def test_samples_equal_the_output_of_generate_and_do_not_change_the_run(
 
 
 def test_each_source_of_several_has_its_own_validation(train, given, texts, tmp_path):
-    """evaluate finds the same losses. A start with other validation data than the last one reports the change."""
+    """A validation computes the loss of each source separately, and equals `evaluate`. A start with other validation
+    data than the last one reports the change."""
     data = tmp_path / "data"
     shutil.copytree(texts, data)
     mixture = given | {"dataset_path": data, "datasets": ["a", "b"], "allow_other_tokenizer": True}
-    said = train(tmp_path / "run", **mixture)
+    printed = train(tmp_path / "run", **mixture)
     last = validations_of(tmp_path / "run")[-1]
     model = mamba_fsdp.load(tmp_path / "run")
     for name in ("a", "b"):
@@ -71,7 +73,7 @@ def test_each_source_of_several_has_its_own_validation(train, given, texts, tmp_
         assert last["val_source_loss"][name] == pytest.approx(found.loss, rel=1e-5)
         bits = last["val_source_bits_per_byte"][name]
         assert bits == pytest.approx(found.bits_per_byte, rel=1e-5)
-        assert f"\n  {name}  loss {found.loss:.4f}, perplexity " in said
+        assert f"\n  {name}  loss {found.loss:.4f}, perplexity " in printed
     losses = last["val_source_loss"].values()
     assert last["val_loss"] == pytest.approx(
         sum(losses) / 2
@@ -79,8 +81,8 @@ def test_each_source_of_several_has_its_own_validation(train, given, texts, tmp_
 
     shutil.rmtree(data / "b/validation")
     shutil.copytree(data / "b/train", data / "b/validation")
-    said = train(tmp_path / "run", **mixture | {"num_steps": 2})
-    assert "the validation data" in said
+    printed = train(tmp_path / "run", **mixture | {"num_steps": 2})
+    assert "the validation data" in printed
     first, second = [
         event["validation"] for event in read_events(tmp_path / "run") if "validation" in event
     ]
@@ -88,9 +90,9 @@ def test_each_source_of_several_has_its_own_validation(train, given, texts, tmp_
 
 
 def train_on_rank(world, settings):
-    """Trains with a caller that asks to stop at the validation of step 1.
+    """Trains with an on_record function that requests a stop at the validation of step 1.
 
-    Returns (result of the training, number of records that the caller got).
+    Returns (result of the training, number of records that the function got).
     """
     heard = []
 
@@ -102,10 +104,9 @@ def train_on_rank(world, settings):
 
 
 def test_two_ranks_write_the_samples_of_one_and_stop_together(train, given, settings_of, tmp_path):
-    """Only rank 0 passes records to the caller.
-
-    It also passes the record of the step that was in progress when the caller asked.
-    """
+    """Two ranks write the samples of a run with one rank. If the on_record function of rank 0 requests a stop, both
+    ranks stop after the step that was in progress, whose record it still gets. The function of rank 1 gets no
+    records."""
     given |= {"global_batch_size": 4, "schedule": "constant"}
     settings = settings_of(**{**given, "num_steps": 4}, sharding_strategy="fsdp")
     (trained, heard), (other, heard_by_other) = run_ranks(2, train_on_rank, settings)
@@ -117,15 +118,17 @@ def test_two_ranks_write_the_samples_of_one_and_stop_together(train, given, sett
 
 
 def stopped_at(world, look, settings):
-    """Trains while only rank 1 is asked to stop, at the check with this number."""
+    """Trains on several ranks. Only rank 1 gets a request to stop, from the check with this number on."""
     looks = itertools.count(1)
     StopRequest.check = lambda request: world.rank == 1 and next(looks) >= look
     train_whole(world, settings)
 
 
 def test_ranks_stop_at_the_same_batch_of_a_validation(settings_of, tmp_path):
-    """Check 6 is at the first batch of the validation after step 2. The next start makes this validation."""
+    """If only one rank gets a request to stop during a validation, all ranks stop at the same batch. The next start
+    makes this validation."""
     settings = settings_of(sharding_strategy="fsdp", num_steps=2, batch_size=1, eval_interval=2)
+    # Check 6 is at the first batch of the validation after step 2.
     for look, validated in ((6, {0}), (99, {0, 2})):
         run_ranks(2, stopped_at, look, settings)
         steps = {entry["step"] for entry in validations_of(tmp_path / "run")}

@@ -1,4 +1,5 @@
-"""Tests the factor of the learning rate over a run, the length of the run, and the interval of validations."""
+"""Tests mamba_fsdp.trainer.schedule: the factor of the learning rate at each step, the length of a run, and the
+interval of validations."""
 
 import math
 from dataclasses import replace
@@ -16,15 +17,16 @@ from mamba_fsdp.trainer.schedule import Schedule, schedule_run
 
 
 def fms_cosine(x):
-    """Returns min(1 - (1 - x/W)^2, 0.1 + 0.45 (1 + cos(pi x/N))) with W = min(2000, N/20), the formula of fms-fsdp.
+    """Returns the factor of fms-fsdp at step x for a run of N = 1000 steps.
 
-    Here N is 1000.
+    The formula is min(1 - (1 - x/W)^2, 0.1 + 0.45 (1 + cos(pi x/N))) with W = min(2000, N/20).
     """
     return min(1 - (1 - min(x, 50) / 50) ** 2, 0.1 + 0.45 * (1 + math.cos(math.pi * x / 1000)))
 
 
 def wsd_of_composer(x):
-    """Returns a linear warm-up, then 1 until t_max - t_decay, then (t_max - t)/t_decay, but not below the floor."""
+    """Returns the factor of Composer's WSD schedule at step x: a linear warm-up, then 1 until t_max - t_decay, then
+    (t_max - t)/t_decay, but not below the floor."""
     return min(x / 100, 1, max(0.1, (1000 - x) / 200))
 
 
@@ -39,14 +41,14 @@ FORMULAS = [
 
 @pytest.mark.parametrize("schedule, formula", FORMULAS)
 def test_a_schedule_is_its_formula(schedule, formula):
-    """The factor of the x-th step is tested, counted from 1."""
+    """The factor of the x-th step, counted from 1, equals its formula."""
     for x in range(1, schedule.total + 1):
         assert schedule.factor(x - 1) == pytest.approx(formula(x), abs=1e-12), x
 
 
 END = {"num_training_steps": 200}
 FLOOR = {"min_lr_rate": 0.1}
-# The function of transformers, its arguments, our schedule, the warm-up, and our settings.
+# (function of transformers, its arguments, our schedule, warm-up steps, arguments of our schedule)
 THEIRS = [
     ("constant_schedule_with_warmup", {}, "constant", 30, {}),
     ("linear_schedule_with_warmup", END, "linear", 30, {}),
@@ -84,15 +86,13 @@ THEIRS = [
 ]
 
 
-@pytest.mark.parametrize("function, told, kind, warmup, ours", THEIRS)
-def test_a_schedule_equals_the_one_of_transformers(function, told, kind, warmup, ours):
-    """The factors agree at every step, also after the end.
-
-    In transformers, the first step has the factor of position 0, and here of position 1.
-    """
+@pytest.mark.parametrize("function, arguments, kind, warmup, ours", THEIRS)
+def test_a_schedule_equals_the_one_of_transformers(function, arguments, kind, warmup, ours):
+    """The factors of a schedule equal those of transformers at every step, also after the end. Our first step has the
+    factor of position 1, where transformers uses position 0."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     make = getattr(optimization, f"get_{function}")
-    (theirs,) = make(optimizer, num_warmup_steps=warmup, **told).lr_lambdas
+    (theirs,) = make(optimizer, num_warmup_steps=warmup, **arguments).lr_lambdas
     schedule = Schedule(kind, 200, warmup=warmup, **{"floor": 0.0, **ours})
     for step in range(
         199 if kind.startswith("cosine") else 210
@@ -103,7 +103,8 @@ def test_a_schedule_equals_the_one_of_transformers(function, told, kind, warmup,
 
 
 def test_every_scheduler_type_of_the_trainer_is_accepted_or_refused_by_name():
-    """The supported types have the same defaults as in transformers: without a warm-up, and with a fall to 0."""
+    """Every scheduler type of transformers' Trainer is accepted with the defaults of transformers, which are no
+    warm-up and a decay to 0, or refused because it depends on the validation loss."""
     refused = set()
     for kind in trainer_utils.SchedulerType:
         try:
@@ -124,17 +125,17 @@ def test_every_scheduler_type_of_the_trainer_is_accepted_or_refused_by_name():
 
 
 def resumed(state, num_steps, until=None, **more):
-    """Returns the learning rates of a run from `state` to its end or to `until`, and the printed lines."""
+    """Trains from `state` to the end of the run or to the step `until`. Returns (learning rates, printed lines)."""
     settings = TrainConfig()
     settings = settings.with_values(
         seq_length=16, learning_rate=1.0, num_steps=Duration.parse(str(num_steps)), **more
     )
-    said, rates = [], []
-    run = schedule_run(settings, 2, state, settings.training.num_steps, 0, said.append)
+    lines, rates = [], []
+    run = schedule_run(settings, 2, state, settings.training.num_steps, 0, lines.append)
     while state.step < (until or run.total_steps):
         rates.append(run.lr.next_factor(state, run.tokens_per_step))
         state.advance(2, run.tokens_per_step, 1.0, applied=True, excused=False)
-    return rates, " ".join(said)
+    return rates, " ".join(lines)
 
 
 def cosine(total, steps):
@@ -146,26 +147,24 @@ def test_a_longer_run_holds_the_learning_rate_unless_schedule_steps_says_otherwi
     shorter = "3200tok"
     longer = "6400tok"
     state = TrainState()
-    first, said = resumed(state, shorter)
-    assert not said and first == cosine(100, range(100))
+    first, printed = resumed(state, shorter)
+    assert not printed and first == cosine(100, range(100))
     given = {"schedule_steps": Duration.parse(longer)} if follows else {}
     broken = replace(state)
-    rates, said = resumed(state, longer, **given)
-    assert f"its length was {shorter} and is now {longer}: the learning rate " in said
-    told = "goes from 1.00e-01 to 5.8" if follows else f"; schedule_steps={longer} would"
-    assert told in said
+    rates, printed = resumed(state, longer, **given)
+    assert f"its length was {shorter} and is now {longer}: the learning rate " in printed
+    expected_text = "goes from 1.00e-01 to 5.8" if follows else f"; schedule_steps={longer} would"
+    assert expected_text in printed
     expected = cosine(200, range(100, 200)) if follows else [0.1] * 100
     assert rates == pytest.approx(expected)
     before, _ = resumed(broken, longer, until=150, **given)
-    after, said_later = resumed(broken, longer, **given)
-    assert before + after == rates and not said_later
+    after, printed_later = resumed(broken, longer, **given)
+    assert before + after == rates and not printed_later
 
 
 def test_other_changes_of_the_length():
-    """A schedule that has not started to decay follows the new length, and so does a shorter run.
-
-    The rate never stays at 0.
-    """
+    """A schedule that has not started to decay, and a shorter run, follow the new length. If the schedule has already
+    ended at a learning rate of 0, a longer run is an error unless schedule_steps is given."""
     state = TrainState()
     wsd = [Schedule("wsd", 200).factor(step) for step in range(200)]
     first = [Schedule("wsd", 100).factor(step) for step in range(50)]
@@ -173,8 +172,8 @@ def test_other_changes_of_the_length():
     assert resumed(state, 200, schedule="wsd") == (wsd[50:], "")
     state = TrainState()
     resumed(state, 200, until=50)
-    _, said = resumed(state, 100, until=60)
-    assert "was 200 and is now 100: the learning rate goes from 9.00e-01" in said
+    _, printed = resumed(state, 100, until=60)
+    assert "was 200 and is now 100: the learning rate goes from 9.00e-01" in printed
     assert set(resumed(state, 150, until=120)[0][40:]) == {0.1}
     state = TrainState()
     resumed(state, 10, schedule="annealing")
@@ -187,20 +186,21 @@ def test_other_changes_of_the_length():
 
 
 def test_a_changed_global_batch_is_reported_once_and_a_length_in_tokens_is_kept():
-    said = []
+    printed = []
     state = TrainState()
     length = Duration(8192, "tok")
     for samples, steps in ((4, 8), (2, 1 + 14), (2, 1 + 14)):
-        schedule = schedule_run(TrainConfig(), samples, state, length, 0, said.append)
+        schedule = schedule_run(TrainConfig(), samples, state, length, 0, printed.append)
         assert schedule.total_steps == steps
         state.advance(samples, 256 * samples, 1.0, applied=True, excused=False)
-    (line,) = said
+    (line,) = printed
     assert line.startswith("batch      2 samples per step from here on, 4 before; ")
 
 
 @pytest.mark.parametrize("stores, batches", [(0, 0), (1, 15), (2, 8)])
 def test_validations_take_a_twentieth_of_the_time_of_steps(stores, batches):
-    """There are 100 steps between two validations, and each step takes as long as three forward passes."""
+    """The default number of batches makes a validation take a twentieth of the time of the steps between two
+    validations. There are 100 steps here, and each takes as long as three forward passes."""
     settings = TrainConfig().with_values(eval_interval=Duration(100, "steps"))
     length = Duration(9, "steps")
     schedule = schedule_run(settings, 2, TrainState(), length, stores, pytest.fail)

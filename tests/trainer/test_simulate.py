@@ -1,4 +1,5 @@
-"""Tests a whole step on a simulated GPU, in a simulated process group of up to 128 ranks."""
+"""Tests mamba_fsdp.trainer.simulate, which runs a whole step on a simulated GPU and in a simulated process group of
+up to 128 ranks."""
 
 from collections import Counter
 
@@ -26,9 +27,10 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_the_memory_of_a_device_equals_the_estimate(size, layers, recompute, sharing, length):
-    """The estimates of weights, gradients and moments, and of temporary tensors, mostly activations, are within 3 %.
+    """The estimated memory of weights, gradients, moments and temporary tensors, which are mostly activations, is
+    within 3 % of the simulated one.
 
-    There are two micro-batches: the gradients of the first exist while the second one has its activations.
+    A step has two micro-batches, so the gradients of the first one exist while the second one has its activations.
     """
     settings = TrainConfig(
         ModelConfig(
@@ -63,10 +65,11 @@ def test_the_memory_of_a_device_equals_the_estimate(size, layers, recompute, sha
 
 
 def test_context_parallel_ranks_send_states_last_inputs_and_keys():
-    """They send nothing else: once in the forward pass, and the gradients once in the backward pass.
+    """Ranks that share sequences send only states, the last inputs of convolutions, and keys and values, once in the
+    forward pass, and their gradients once in the backward pass. Only the size of the keys and values depends on the
+    length.
 
-    Only the size of the keys depends on the length. Besides weights and gradients in fp32, a step has a single small
-    collective.
+    Besides weights and gradients, a step has a single small collective.
     """
     sharing = 4
     settings = TrainConfig(
@@ -107,8 +110,8 @@ def test_context_parallel_ranks_send_states_last_inputs_and_keys():
 
 @pytest.mark.parametrize("unsharded, times", [(False, 3), (True, 1)])
 def test_gradients_are_reduced_for_each_micro_batch_or_once(unsharded, times):
-    """The gradients of each of three micro-batches are reduced at once, so that only a share is kept; or all with
-    the last one."""
+    """By default, gradients are reduced after each micro-batch, so that each rank stores only its shard. With
+    accumulate_unsharded, they are reduced once, after the last micro-batch."""
     settings = TrainConfig(ModelConfig(d_model=64, n_layer=2, vocab_size=512))
     settings = settings.with_values(seq_length=64, batch_size=1, global_batch_size=12)
     found = simulate(settings.with_values(accumulate_unsharded=unsharded), 4).collectives

@@ -1,4 +1,5 @@
-"""Tests requests to stop: signals, STOP files, and a caller that gets the records of a run."""
+"""Tests mamba_fsdp.trainer.stopping: requests to stop by signals, by STOP files, and by the on_record function of a
+caller."""
 
 import os
 import signal
@@ -25,7 +26,7 @@ def test_two_signals_are_one_request_but_a_second_ctrl_c_does_not_wait(tmp_path,
     with pytest.raises(KeyboardInterrupt), stopping.StopRequest(tmp_path, True) as stop:
         stop.has_stepped = True
         os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)  # torchrun sends this signal in between
+        os.kill(os.getpid(), signal.SIGTERM)  # torchrun sends SIGTERM to its ranks after a Ctrl-C
         assert stop.check() and stop.reason == "SIGINT"
         assert capsys.readouterr().err.count("stopping") == 1
         os.kill(os.getpid(), signal.SIGINT)
@@ -35,7 +36,8 @@ def test_two_signals_are_one_request_but_a_second_ctrl_c_does_not_wait(tmp_path,
 def test_the_stop_file_is_seen_by_rank_0_and_removed_at_the_end(
     tmp_path, monkeypatch, content, reason
 ):
-    """It can contain a reason. The file of the launcher does."""
+    """Rank 0 finds the STOP file, and removes it at the end of the run. The reason of the stop is the content of the
+    file, which the launcher writes, or otherwise "STOP file"."""
     monkeypatch.setattr(stopping, "POLL_SECONDS", 0.0)
     with (
         stopping.StopRequest(tmp_path, True) as stop,
@@ -56,7 +58,7 @@ def test_a_stop_file_that_replaces_an_old_one_is_a_request(tmp_path):
 
 
 def test_the_stop_file_is_kept_for_the_launcher_if_a_rank_fails(tmp_path):
-    """The ranks that the launcher restarts see it, too."""
+    """If a rank fails, the STOP file is kept, so that the ranks that the launcher restarts find it."""
     with pytest.raises(ConnectionError), stopping.StopRequest(tmp_path, True):
         (tmp_path / "STOP").touch()
         raise ConnectionError
@@ -72,8 +74,8 @@ def test_a_caller_gets_the_records_and_stops_a_run(train, tmp_path):
         heard.append(record)
         return "val_loss" in record and record["step"] == 2
 
-    said = train(tmp_path, **given, on_record=listen)
-    assert "stopped    at step 3 (on_record); the same command resumes from here" in said
+    printed = train(tmp_path, **given, on_record=listen)
+    assert "stopped    at step 3 (on_record); the same command resumes from here" in printed
     assert heard == read_entries(tmp_path / "metrics.jsonl")
     status = read_status(tmp_path)
     assert (status["status"], status["step"], status["reason"]) == ("stopped", 3, "on_record")
@@ -83,7 +85,8 @@ def test_a_caller_gets_the_records_and_stops_a_run(train, tmp_path):
 
 @pytest.fixture
 def while_it_sets_up(monkeypatch):
-    """while_it_sets_up(request): calls `request` when the setup of the next training begins."""
+    """Returns a function while_it_sets_up(request), which makes the next training call `request` when its setup
+    begins."""
 
     def change(request):
         def asked(*given):
@@ -101,10 +104,8 @@ def while_it_sets_up(monkeypatch):
 def test_a_request_while_a_run_sets_up_ends_it_before_its_first_step(
     train, tmp_path, while_it_sets_up, how
 ):
-    """A STOP file from before the start is ignored.
-
-    For ranks of a launcher, the launcher decides which file is older.
-    """
+    """A request to stop during the setup ends the run before its first step. A STOP file from before the start is
+    ignored."""
     (tmp_path / "STOP").touch()
     train(tmp_path, num_steps=1)
     if how == "SIGTERM":
@@ -112,9 +113,9 @@ def test_a_request_while_a_run_sets_up_ends_it_before_its_first_step(
     else:
         while_it_sets_up((tmp_path / "STOP").touch)
     before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody heard it"))
-    said = train(tmp_path, num_steps=2)
+    printed = train(tmp_path, num_steps=2)
     signal.signal(signal.SIGTERM, before)
-    assert said.endswith(f"before the first step of this start ({how}): nothing was lost\n")
+    assert printed.endswith(f"before the first step of this start ({how}): nothing was lost\n")
     status = read_status(tmp_path)
     assert (status["status"], status["step"], status["reason"]) == ("stopped", 1, how)
 
@@ -123,17 +124,15 @@ def test_ctrl_c_during_the_setup_is_not_a_failure(train, tmp_path, capsys, while
     while_it_sets_up(lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path)
-    said = capsys.readouterr().out
-    assert said.endswith("before the first step of this start: nothing was lost\n")
+    printed = capsys.readouterr().out
+    assert printed.endswith("before the first step of this start: nothing was lost\n")
     status = read_status(tmp_path)
     assert (status["status"], status["reason"]) == ("stopped", "SIGINT")
 
 
 def test_ranks_of_a_launcher_keep_a_request_for_their_start(train, tmp_path, monkeypatch):
-    """Restarted ranks also keep it.
-
-    The launcher knows which STOP file is older than the start, and can create one of its own.
-    """
+    """For ranks of a launcher, only the STOP file whose identity is in OLD_STOP_VARIABLE is ignored, so that
+    restarted ranks still find a request. The launcher can also write a STOP file to the folder of the start."""
     monkeypatch.setenv(OLD_STOP_VARIABLE, "")
     (tmp_path / "STOP").touch()
     assert "before the first step of this start (STOP file)" in train(tmp_path)

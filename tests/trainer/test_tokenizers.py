@@ -1,4 +1,4 @@
-"""Tests that tokens are used only with tokens and models of the same tokenizer, unless the user allows another one."""
+"""Tests that the data and the model of a run must have the same tokenizer."""
 
 import pytest
 
@@ -11,7 +11,8 @@ REFUSED = r"{} and {} have different tokenizers \(ids:\w{{8}}, ids:\w{{8}}\)"
 
 @pytest.fixture
 def model(train, texts, tmp_path):
-    """Returns {name: a model, in various forms, that was trained on the tokens of a}."""
+    """Trains a model on the tokens of a. Returns {name: path} of the model as a run, a checkpoint, an export and a
+    .pth file."""
     train(tmp_path / "run", dataset_path=texts / "a", num_steps=1, eval_interval=0)
     write_model(tmp_path / "run", tmp_path / "exported")
     return {
@@ -23,10 +24,8 @@ def model(train, texts, tmp_path):
 
 
 def test_training_refuses_another_tokenizer(train, texts, model, tmp_path):
-    """The data of one run, and the model that it starts or resumes from, must have the same tokenizer.
-
-    The data must not have a larger vocabulary than the model.
-    """
+    """All data of a run, and the model that it starts or resumes from, must have the same tokenizer. The vocabulary
+    of the data must not be larger than that of the model."""
     cases = [
         ("a/train", "b/validation", {"dataset_path": texts / "a", "validation_path": texts / "b"})
     ]
