@@ -1,5 +1,5 @@
-"""Checks the floors of docs/architecture.md: a file imports only from its own folder and from floors below it, without
-cycles."""
+"""Tests the structure of the library: the floors of docs/architecture.md, imports without cycles, the size of each
+folder, and the use of files. A file imports only from its own folder and from floors below it."""
 
 import ast
 import collections
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-# {folder of the library: its limit of tokens, without comments and docstrings}. A feature that needs more tokens raises the limit
-# of its folder in the same commit, and the commit message gives the reason. A commit that needs fewer lowers it.
+# {folder of the library: its limit of tokens, without comments and docstrings}. A commit with a feature that needs more tokens
+# raises the limit of its folder, and its message gives the reason. A commit that needs fewer tokens lowers the limit.
 MAX_TOKENS = {
     ".": 5_333,
     "checkpoint": 9_016,
@@ -35,14 +35,14 @@ NOT_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}
 
 @pytest.fixture(scope="module")
 def files(project):
-    """{path in the project: syntax tree} of the Python files, without tests."""
+    """Returns {path in the project: syntax tree} of the Python files, without tests."""
     places = ("*.py", "benchmarks/*.py", "mamba_fsdp/**/*.py")
     paths = [path for place in places for path in project.glob(place)]
     return {path.relative_to(project): ast.parse(path.read_text()) for path in paths}
 
 
 def floors(project):
-    """Returns {file or folder: its floor} from the table in docs/architecture.md. The lowest floor is 0."""
+    """Returns {file or folder: its floor} from the table in docs/architecture.md, whose last row is floor 0."""
     rows = re.findall(
         r"^\| [a-z]+ \| (`.*`) \|$", (project / "docs/architecture.md").read_text(), re.MULTILINE
     )
@@ -72,7 +72,7 @@ def nodes_that_run(tree):
 
 
 def imported(path, nodes, files):
-    """Yields the files of the project that the nodes of a file import, at the top of the file or in functions."""
+    """Yields the files of the project that the nodes of a file's syntax tree import."""
     for node in nodes:
         names = []
         if isinstance(node, ast.Import):
@@ -89,7 +89,7 @@ def imported(path, nodes, files):
 
 
 def test_imports_run_down_the_floors(project, files):
-    """This includes imports of types only."""
+    """A file imports only from its own folder and from lower floors, also in functions and for types only."""
     known = floors(project)
     wrong = []
     for path, tree in files.items():
@@ -101,7 +101,7 @@ def test_imports_run_down_the_floors(project, files):
 
 
 def test_imports_have_no_cycles(files):
-    """Imports that are only for types are allowed to have cycles."""
+    """Imports between files have no cycles, except imports for types only."""
     graph = {
         path: set(imported(path, nodes_that_run(tree), files)) - {path}
         for path, tree in files.items()
@@ -123,7 +123,7 @@ def test_imports_have_no_cycles(files):
 
 
 def test_the_files_in_the_architecture_exist(project):
-    """The paths in docs/architecture.md start in the project folder or in the library."""
+    """Each path in docs/architecture.md exists in the project folder or in the library."""
     text = (project / "docs/architecture.md").read_text()
     named = {
         name
@@ -139,7 +139,7 @@ def test_the_files_in_the_architecture_exist(project):
 
 
 def test_imported_modules_of_the_project_exist(project, files):
-    """This includes the benchmarks, because no test runs all of them."""
+    """Each module of the library and of the benchmarks that a file imports exists. No test runs all benchmarks."""
     for path, tree in files.items():
         for node in ast.walk(tree):
             if not isinstance(node, ast.ImportFrom) or not node.module:
@@ -193,7 +193,8 @@ MAY_USE_FILES = {
 
 
 def test_files_are_used_through_storage(files):
-    """Then a single EIO of a file server does not end a run, and a pipe in place of a file does not block it."""
+    """The library uses files only through storage/, with the exceptions in MAY_USE_FILES. A single EIO of a file server
+    would otherwise end a run, and a pipe in place of a file would block it."""
     wrong = []
     for path, tree in files.items():
         places = {str(place) for place in (path, *path.parents)}

@@ -1,7 +1,7 @@
-"""The linters find no problems, and the summary of the tests is correct.
+"""Tests that the linters find no problems, and that the summary of the tests is correct.
 
 ruff checks all Python files, their format, and that each has a docstring (D100, D104). mypy checks the library and the
-benchmarks. Both check for the Python 3.10 of the image, which runs no tests. shellcheck and hadolint check the other
+benchmarks. Both assume the Python 3.10 of the image, with which no tests run. shellcheck and hadolint check the other
 files.
 """
 
@@ -35,12 +35,13 @@ CASES = "<suite><testcase file='a' name='quick' time='1'/><testcase file='a' nam
 
 
 def test_the_summary_ends_with_the_totals(tmp_path, capsys):
-    """It also lists the slowest tests, and parts that exceeded their budget. That is not a failure."""
+    """The summary ends with the slowest tests, the parts that exceeded their time limit, and the totals. A part that
+    exceeds its limit is not a failure."""
     for name, seconds in (("tests", 30), ("kernels", 3)):
         (tmp_path / f"cpu-{name}.end").write_text(f"0 {seconds} 10\n")
         (tmp_path / f"cpu-{name}.xml").write_text(CASES)
     parts = [read_part(tmp_path, place, False) for place in ("cpu/tests", "cpu/kernels")]
     assert summarize(parts) == 0
-    said = capsys.readouterr().out
-    assert said.endswith("\n4 passed, 0 failed, 0 skipped in 33 s\n")
-    assert "       9 s  cpu: a::slow\nover its budget  cpu: tests: 30 s of 10\n\n4" in said
+    output = capsys.readouterr().out
+    assert output.endswith("\n4 passed, 0 failed, 0 skipped in 33 s\n")
+    assert "       9 s  cpu: a::slow\nover its budget  cpu: tests: 30 s of 10\n\n4" in output

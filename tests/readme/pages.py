@@ -15,8 +15,8 @@ from tests.support import forked
 from tests.support.projects import PROJECT
 
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (PROJECT / "docs").glob("*.md"))]
-# test_readme.py runs the commands of the first pages, in this order, in a fresh clone. test_cluster_pages.py runs the commands
-# of the cluster pages with stand-ins, and test_pages.py those of all other pages.
+# test_readme.py runs the commands of these pages, in this order, in a fresh clone. test_cluster_pages.py runs the commands of
+# the cluster pages on a simulated cluster, and test_pages.py runs the commands of all other pages.
 IN_A_CLONE = ["README.md", "docs/models.md"]
 ON_A_CLUSTER = ["docs/cluster.md", "docs/image.md"]
 
@@ -24,7 +24,7 @@ ON_A_CLUSTER = ["docs/cluster.md", "docs/image.md"]
 @dataclass(frozen=True)
 class Command:
     text: str
-    language: str  # sh or python
+    language: str  # "sh" or "python"
     output: str = ""  # the output on the page, if there is one
 
 
@@ -124,19 +124,19 @@ def is_whole(command: str) -> bool:
 
 
 def not_run(page: str, command: Command) -> list[str]:
-    """Returns the entries of NOT_RUN that match a command of the page."""
+    """Returns the keys of NOT_RUN for the page that match the command."""
     words = f"{command.text} "
     return [start for start in NOT_RUN.get(page, {}) if words.startswith(f"{start} ")]
 
 
 def blocks_to_run(page: str) -> list[list[Command]]:
     """Returns `blocks` without the commands in NOT_RUN."""
-    left = []
+    found = []
     for block in blocks(page):
         to_run = [command for command in block if not not_run(page, command)]
         if to_run:
-            left.append(to_run)
-    return left
+            found.append(to_run)
+    return found
 
 
 def commands_to_run(page: str) -> list[Command]:
@@ -151,7 +151,7 @@ class Shell:
         self.variables = {}
 
     def run(self, text):
-        """Returns the output of a command. Raises AssertionError if it fails."""
+        """Runs a command, and returns its output. Raises AssertionError if it fails."""
         assignment = re.fullmatch(r'(\w+)="(.*)"', text)
         if assignment:
             name, value = assignment.groups()
@@ -170,11 +170,11 @@ class Shell:
         if words[-2:-1] == [">"]:
             file = self.folder / words[-1]
             words = words[:-2]
-        said = self.fork(program, words)
+        output = self.fork(program, words)
         if file:
-            file.write_text(said)
-            json.loads(said)
-        return said
+            file.write_text(output)
+            json.loads(output)
+        return output
 
     def fork(self, program, words):
         if program == ".venv/bin/torchrun":

@@ -16,7 +16,7 @@ from tests.support.projects import make_project, make_venv, shorten_corpus
 from tests.support.pyxis import SQUASHFS, make_cluster
 
 pytestmark = pytest.mark.slow
-# Records its arguments.
+# Replaces the Python of the image: records its arguments, and fails outside of the project's folder.
 PYTHON = """#!/bin/sh
 echo "$@" >> {}
 [ "$PWD" = {} ] || exit 1
@@ -25,7 +25,8 @@ echo "$@" >> {}
 
 @pytest.fixture
 def here(tmp_path, monkeypatch, project):
-    """The folder /fsx/me/mamba-train of the pages: a copy of the project with a .venv, in a folder that replaces /fsx."""
+    """Makes the folder /fsx/me/mamba-train of the pages, a copy of the project with a .venv. A temporary folder
+    replaces /fsx."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     folder = make_project(tmp_path / "fsx/me/mamba-train")
     shutil.copy(project / "0.create_env.sh", folder)
@@ -66,12 +67,13 @@ def trainings(cluster):
 
 
 def test_a_cluster_without_an_image_is_checked_and_trains(here, tmp_path):
-    """A smaller model replaces the one of the page, because preflight requires space for its checkpoints."""
+    """The commands of docs/cluster.md check the nodes and start the trainings of the page. A smaller model replaces the
+    large one, because preflight requires space for its checkpoints."""
     first, larger = blocks_to_run("docs/cluster.md")
     cluster = make_cluster(tmp_path / "cluster", here)
-    said = run_script(script_of(first, here), here, cluster)
-    assert said.startswith(".venv is complete: stack cpu\n")
-    assert "\nready to train\n" in said
+    output = run_script(script_of(first, here), here, cluster)
+    assert output.startswith(".venv is complete: stack cpu\n")
+    assert "\nready to train\n" in output
     assert (here / "data/builtin/train/index.json").exists()
     script = script_of(larger, here).replace("mamba-2.8b", "mamba-130m")
     run_script(script, here, cluster)
@@ -88,8 +90,8 @@ def test_a_cluster_with_the_image_is_checked_makes_tokens_and_trains(here, tmp_p
     (fsx / "texts/a.jsonl").touch()
     (here / "mamba-train.sqsh").write_bytes(SQUASHFS)
     cluster = make_cluster(tmp_path / "cluster", here)
-    said = run_script(script_of(submit, here), here, cluster)
-    assert said.startswith("Train") and "\nready to train\n" in said
+    output = run_script(script_of(submit, here), here, cluster)
+    assert output.startswith("Train") and "\nready to train\n" in output
     made = (fsx / "data/mine/asked").read_text()
     assert made == f"{fsx}/texts/*.jsonl {fsx}/data/mine"
     assert trainings(cluster) == [
@@ -99,7 +101,8 @@ def test_a_cluster_with_the_image_is_checked_makes_tokens_and_trains(here, tmp_p
 
 
 def test_the_other_commands_run_inside_the_image(user_folder, here, tmp_path):
-    """The nodes have no GPUs; the page explains what to change then. Commands for the image run on this machine."""
+    """The commands of docs/image.md that use the image's Python also run on this machine. The simulated nodes have no
+    GPUs, so the commands are changed as the page explains for this case."""
     _, inside = blocks_to_run("docs/image.md")
     fsx = here.parents[1]
     for name in ("data", "runs"):

@@ -1,8 +1,8 @@
-"""Every command in README.md and docs/*.md works as it is written.
+"""Runs every command in README.md and docs/*.md as it is written.
 
-This file tests all pages that do not need a fresh clone (test_readme.py) or a cluster (test_cluster_pages.py). Each page
-gets a folder with the data and the run of a first training. A temporary folder replaces /fsx, and contains files in the
-formats of other launchers. Programs of .venv are forked from a process that has already imported everything.
+This file tests all pages that do not need a fresh clone (test_readme.py) or a cluster (test_cluster_pages.py). Each
+page gets a folder with the data and the run of a first training. A temporary folder replaces /fsx, and contains files
+in the formats of other launchers. Programs of .venv are forked from a process that has already imported everything.
 """
 
 import gzip
@@ -115,7 +115,7 @@ def make_data(fsx, random):
     tokenizer.train(["some text"], 300).save(fsx / "tokenizers/mine")
 
 
-# The files in /fsx that a page's commands need, and files that they leave there or in the working directory.
+# {page: function that makes the files in /fsx that its commands need}
 FINDS = {
     "docs/data.md": make_data,
     "docs/from-aws.md": make_aws,
@@ -123,6 +123,7 @@ FINDS = {
     "docs/from-fms.md": make_fms,
     "docs/from-trainer.md": make_trainer,
 }
+# {page: a file that its commands make, in the working directory or in /fsx}
 LEAVES = {
     "docs/data.md": "data/blocks/train/index.json",
     "docs/evaluating.md": "numbers.json",
@@ -134,8 +135,8 @@ LEAVES = {
     "docs/planning.md": "runs/profiled/profile/rank_0.json",
     "docs/watching.md": "runs/tracked/tensorboard",
 }
-# The demo and its profile take minutes, so that settings of a run that takes a second are appended. The folder runs/demo is
-# not changed.
+# {part of a command: arguments to append}. The demo and its profile would take minutes, so the settings of a run that takes a
+# second are appended. They also name another run folder, where necessary, because runs/demo must not change.
 QUICK = TINY | {"vocab_size": 300, "num_steps": 8}
 SHORTER = {
     "--tracker=tensorboard,wandb": format_arguments(QUICK | {"save_ckpt_path": "runs/tracked"}),
@@ -146,8 +147,8 @@ SHORTER = {
 
 @pytest.fixture
 def desk(user_folder, tmp_path):
-    """A folder in which the commands are run. It contains the data and the run of `user_folder`, which other tests
-    also read."""
+    """Makes the folder in which the commands run. It contains links to the data and the run of `user_folder`, which
+    other tests also read."""
     for name in ("data/builtin", "runs/demo", "a.txt"):
         link = tmp_path / "desk" / name
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -184,11 +185,11 @@ def test_every_command_works(page, desk, monkeypatch):
         for setting, words in SHORTER.items():
             if setting in text:
                 text = f"{text} {shlex.join(words)}"
-        said = shell.run(text)
+        output = shell.run(text)
         if command.output:
-            assert said == command.output
+            assert output == command.output
         if " training.py " in text and "The same command again resumes" in text_of(page):
-            assert "finished   " in said
+            assert "finished   " in output
             assert "resumes    from" in shell.run(text)
     if page in LEAVES:
         assert (desk / LEAVES[page]).exists() or (fsx / LEAVES[page]).exists()
@@ -217,8 +218,8 @@ def rows():
     return re.findall(r"^\| `([^`]+)` \| (.*) \|$", "\n".join(pages), flags=re.M)
 
 
-def words(code):
-    """Returns {name: value} of texts of the form --name=value or name: value."""
+def parse_setting(code):
+    """Returns {name: value} of a text of the form --name=value or name: value."""
     name, value = re.fullmatch(r"(?:--)?([\w.]+)(?:=|: )(.*)", code).groups()
     return {name: value}
 
@@ -227,16 +228,16 @@ def words(code):
 def test_a_row_of_a_page_is_true(there, here):
     if here.startswith("refused"):
         with pytest.raises(UserError):
-            resolve_settings(words(there))
+            resolve_settings(parse_setting(there))
         return
     if there.isupper():
         return
     meant = {}
     for code in re.findall(r"`([^`]+[=:][^`]+)`", here.partition(";")[0]):
         if not code.startswith("get_dataset.py"):
-            meant |= words(code)
-    settings = resolve_settings(words(there))
-    # Names of settings of other launchers imply their optimizer, AdamW.
+            meant |= parse_setting(code)
+    settings = resolve_settings(parse_setting(there))
+    # Names of settings of other launchers imply a recipe with their optimizer, AdamW.
     ours = resolve_settings({"recipe": settings.optimizer.recipe, **meant})
     assert as_dict(settings) == as_dict(ours)
     assert bool(settings.explicit - {"recipe"}) != here.startswith("changes nothing")
@@ -249,8 +250,8 @@ def test_the_table_of_gpu_hours_is_what_plan_says(call):
     assert len(rows) == 6
     for nodes, instance, *figures in rows:
         words = ("mamba-2.8b", f"--nodes={nodes}", f"--instance={instance}", "--json")
-        code, said = call(plan, *words)
-        found = json.loads(said)
+        code, output = call(plan, *words)
+        found = json.loads(output)
         hours = found["device_hours"]
         assert code == 0
         assert figures == [f"{found['days']:.2f}", f"{hours:,.0f}", f"{hours / 8:,.0f}"], instance

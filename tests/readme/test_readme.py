@@ -1,5 +1,5 @@
-"""Runs every command of README.md and docs/models.md, in order, in a fresh clone. Checks that the files and verbs that
-README.md names exist."""
+"""Runs every command of README.md and docs/models.md, in order, in a fresh clone. Checks that the files and modules
+that README.md names exist."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def test_it_is_short_and_fits_a_terminal(project):
     assert len(lines) <= 150 and max(map(len, lines)) <= 80
 
 
-# In this test, the user's own model is neither trained to the end nor evaluated on all its data.
+# {part of a command: arguments to append}. The user's own model is neither trained to the end nor evaluated on all its data.
 SHORTER = {
     "--save_ckpt_path=runs/mine": " --eval_batches=2 --num_steps=5",
     "--save_ckpt_path=runs/tuned": " --eval_batches=2",
@@ -50,8 +50,8 @@ SHORTER = {
 
 @pytest.mark.slow
 def test_every_command_runs_in_a_fresh_clone(clone, monkeypatch):
-    """0.create_env.sh and 1.train.sbatch start the programs of the clone. A program of .venv is forked from a process
-    that has its imports."""
+    """Every command works in a fresh clone, and makes only files that git ignores. 0.create_env.sh and 1.train.sbatch
+    start the programs of the clone. A program of .venv is forked from a process that has its imports."""
     for name in [*os.environ]:
         if name.startswith(("MAMBA_FSDP_", "VIRTUAL_ENV")):
             monkeypatch.delenv(name)
@@ -68,25 +68,25 @@ def test_every_command_runs_in_a_fresh_clone(clone, monkeypatch):
         for setting, words in SHORTER.items():
             if setting in text:
                 text += words
-        said = shell.run(text)
+        output = shell.run(text)
         if command.language == "python":
-            sample, numbers = said.rsplit("\n", 2)[:2]
+            sample, numbers = output.rsplit("\n", 2)[:2]
             assert len(sample) > 10 and len(numbers.split()) == 2
     untracked = run_program("git", "status", "--porcelain", cwd=clone).stdout
-    assert untracked == "", f"the commands make what git does not ignore: {untracked}"
+    assert untracked == "", f"git does not ignore these files of the commands: {untracked}"
 
 
-def check_demo(said, clone):
-    """Checks that the perplexity falls, and that there are a committed checkpoint, a sample of text, and the files
+def check_demo(output, clone):
+    """Asserts that the perplexity falls, and that there are a committed checkpoint, a sample of text, and the files
     that the page lists."""
-    found = re.findall(r"perplexity ([\d,.]+) ", said)
+    found = re.findall(r"perplexity ([\d,.]+) ", output)
     perplexities = [float(number.replace(",", "")) for number in found]
     assert perplexities[-1] * 5 < perplexities[0]
     run = clone / "runs/demo"
     assert list(run.glob("checkpoints/step_*/COMMIT"))
     assert (run / f"pth/step_{DEMO_STEPS:08}/consolidated.00.pth").exists()
-    assert "def " in said
-    last_lines = "\n".join(said.strip().splitlines()[-6:])
+    assert "def " in output
+    last_lines = "\n".join(output.strip().splitlines()[-6:])
     assert all(word in last_lines for word in ("runs/demo", "data/", "--help"))
 
 

@@ -1,4 +1,5 @@
-"""Tests permanent lines and the live line below them, with and without a terminal, and after the reader has exited."""
+"""Tests mamba_fsdp.reporting.console: permanent lines and the live line below them, with and without a terminal, and
+after the reader has exited."""
 
 import io
 import subprocess
@@ -13,7 +14,8 @@ LONG = "step  123456/1000000  loss  3.2500  lr 3.00e-04  1,214,000 tok/s  MFU 41
 
 
 def test_a_plain_line_per_report_without_a_terminal(monkeypatch):
-    """Other ranks print nothing, and so does a program without stdout."""
+    """Without a terminal, a Console prints only permanent lines, unchanged. On other ranks and without stdout, it
+    prints nothing."""
     monkeypatch.setattr(sys, "stdout", None)
     Console().print_line("step 19")
     stream = io.StringIO()
@@ -27,7 +29,8 @@ def test_a_plain_line_per_report_without_a_terminal(monkeypatch):
 
 
 def test_control_characters_are_shown_on_a_terminal_and_stay_in_files(monkeypatch):
-    """A name and its value are always printed as one line."""
+    """Control characters are escaped on a terminal, and unchanged in a file. print_field escapes them in both cases,
+    and always prints one line."""
     evil = "a\x1b]0;owned\x07\x9b2J\r\n\tb"
     for is_terminal, expected in (
         (True, r"a\x1b]0;owned\x07\x9b2J\r" + "\n" + r"\tb"),
@@ -43,7 +46,7 @@ def test_control_characters_are_shown_on_a_terminal_and_stay_in_files(monkeypatc
 
 
 def test_one_live_line_below_lines_that_stay(terminal, monkeypatch):
-    """Permanent lines are kept, and the live line is removed before the next output."""
+    """On a terminal, permanent lines are kept, and the live line is removed before the next output."""
     monkeypatch.setattr("mamba_fsdp.reporting.console.SECONDS_BETWEEN_UPDATES", 0.0)
     console = Console(stream=terminal.stream())
     console.show_progress("step 18")

@@ -1,4 +1,4 @@
-"""Tests `python -m mamba_fsdp report`: the data in the page, and the curves that plotly draws from it."""
+"""Tests `python -m mamba_fsdp report`: the data in its page, and the curves that plotly draws from it."""
 
 import json
 import re
@@ -67,8 +67,8 @@ def content_of(page):
 
 
 def test_the_data_of_a_page_changes_only_on_purpose(tmp_path, golden):
-    """The page shows three runs: one that was restarted twice, with other validation data, and still trains; one
-    with another seed; and one that has just started."""
+    """The data of a page equals page.yaml. The page shows three runs: one that was restarted twice, with other
+    validation data, and still trains; one with another seed; and one that has just started."""
     runs = [write_run(tmp_path / f"run{seed}", [4.0, None, 2.0, 1.0], seed) for seed in (1, 2)]
     append(runs[0] / "metrics.jsonl", {"step": 40, "val_loss": 5.0, "val_source_loss": {"y": 3.0}})
     (runs[0] / "evaluations").mkdir()
@@ -91,9 +91,8 @@ def test_plotly_knows_every_part_of_the_figure(tmp_path):
     figure = content_of(page_of(*runs, out=tmp_path / "page.html"))["figure"]
     plotly.graph_objects.Figure(figure)  # raises ValueError for an invalid figure
     axes = [part for name, part in figure["layout"].items() if name.startswith(("xaxis", "yaxis"))]
-    assert axes and not any(
-        None in axis.values() for axis in axes
-    )  # plotly.js can't draw these again
+    # plotly.js can't draw an axis again if one of its values is None.
+    assert axes and not any(None in axis.values() for axis in axes)
 
 
 def test_what_files_say_ends_no_script_of_the_page(tmp_path):
@@ -126,7 +125,7 @@ def test_a_long_curve_keeps_its_spikes_beside_its_means(tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_gaps(tmp_path):
-    """This applies to curves of any length.
+    """A loss that is not finite is a gap in the curve, also if the curve is reduced to fewer points.
 
     A speed of 0 counts as no time, because the hours would otherwise be infinite.
     """
@@ -181,7 +180,10 @@ def test_losses_of_different_tokenizers_are_compared_per_byte(tmp_path):
 
 
 def test_a_run_that_stopped_between_two_reports_has_its_last_step(tmp_path):
-    """A metric that equals another one, such as the speed of a single device, is drawn once."""
+    """The last step on the page is the one of the run's end, even if it has no report.
+
+    A metric that equals another one, such as the speed of a single device, is drawn once.
+    """
     run = write_run(tmp_path / "run", [4.0, 3.0])
     (run / "metrics.jsonl").write_text(
         '{"step": 20, "loss": 2.0, "tokens_per_second": 7.0, "tokens_per_second_per_device": 7.0}\n'

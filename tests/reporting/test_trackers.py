@@ -1,4 +1,5 @@
-"""Tests that TensorBoard and Weights & Biases get each entry of metrics.jsonl once, even if a restart repeats steps."""
+"""Tests mamba_fsdp.reporting.trackers: TensorBoard and Weights & Biases get each entry of metrics.jsonl once, even if a
+restart repeats steps."""
 
 import os
 import sys
@@ -11,7 +12,7 @@ from mamba_fsdp.reporting.trackers import make_trackers
 
 
 def settings(*kinds, project="", name=""):
-    """Returns the settings of a run that trackers read."""
+    """Returns those settings of a run that trackers read."""
     return {"report": {"tracker": [*kinds], "wandb_project": project, "wandb_name": name}}
 
 
@@ -30,9 +31,8 @@ def test_tensorboard_gets_every_number_in_groups_and_the_settings(tmp_path, monk
     }
     starts = {0: {3: 2.5, 4: 2.0, 5: 1.5}, 3: {4: 2.25}}  # the second start resumes from step 3
     for number, (start, losses) in enumerate(starts.items()):
-        clock = SimpleNamespace(
-            time=lambda number=number: 1.7e9 + number
-        )  # TensorBoard names its files by the second
+        # TensorBoard names its files by the second, so each start gets its own second.
+        clock = SimpleNamespace(time=lambda number=number: 1.7e9 + number)
         monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
         (tracker,) = make_trackers(tmp_path, settings("tensorboard"), start, print)
         for step, loss in losses.items():
@@ -59,7 +59,7 @@ def test_tensorboard_gets_every_number_in_groups_and_the_settings(tmp_path, monk
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """Provides W&B without an account and without the settings of this machine."""
+    """Returns W&B's module, without an account and without the settings of this machine."""
     wandb = pytest.importorskip("wandb")
     for name in list(os.environ):
         if name.startswith("WANDB_"):
@@ -72,18 +72,19 @@ def wandb(monkeypatch):
 
 @pytest.mark.slow
 def test_wandb_takes_every_number_and_tells_one_line(tmp_path, wandb, capfd):
-    """The line names the location of the data. The forty lines of W&B itself are suppressed."""
-    told = []
-    for tracker in make_trackers(tmp_path, settings("wandb", "tensorboard"), 0, told.append):
+    """A run with W&B prints a single line, with the location of its data. The forty lines of W&B itself are
+    suppressed."""
+    messages = []
+    for tracker in make_trackers(tmp_path, settings("wandb", "tensorboard"), 0, messages.append):
         tracker.write({"step": 3, "loss": 2.5, "samples": ["once"]})
         tracker.close()
-    assert told == [f"tracker    W&B: offline, in {tmp_path}/wandb"]
+    assert messages == [f"tracker    W&B: offline, in {tmp_path}/wandb"]
     assert capfd.readouterr() == ("", "")
     assert any(tmp_path.glob("tensorboard/*")) and any(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
 class FakeRun:
-    """A stand-in for the result of wandb.init."""
+    """Replaces the result of wandb.init."""
 
     url = "https://it"
 
@@ -101,10 +102,8 @@ class FakeRun:
 
 @pytest.fixture
 def fake(monkeypatch):
-    """fake(mode, run): replaces wandb by a module with an `init` that returns this run.
-
-    Returns the list of the arguments of init.
-    """
+    """Returns a function fake(mode, run) that replaces wandb by a module whose `init` returns this run, or raises it if
+    it is an exception. It returns the list to which `init` appends its arguments."""
 
     def fake(mode, run, api_key="x"):
         given = []
@@ -131,9 +130,9 @@ def fake(monkeypatch):
 def test_a_run_that_wandb_s_server_knows_goes_on_where_it_ends(tmp_path, fake):
     run = FakeRun(step=5, resumed=True)
     given = fake("online", run)
-    (tmp_path / "wandb_id").write_text("older 4")  # an older version wrote this file
-    told = []
-    (tracker,) = make_trackers(tmp_path, settings("wandb"), 3, told.append)
+    (tmp_path / "wandb_id").write_text("older 4")  # in the format of an older version
+    messages = []
+    (tracker,) = make_trackers(tmp_path, settings("wandb"), 3, messages.append)
     for step in (4, 5, 6):
         tracker.write({"step": step, "loss": 1.0 * step, "samples": ["a", "b"]})
     texts = (["text"], [["a"], ["b"]])
@@ -143,7 +142,7 @@ def test_a_run_that_wandb_s_server_knows_goes_on_where_it_ends(tmp_path, fake):
     ]
     names = {"project": "mamba-fsdp", "name": tmp_path.name, "config": settings("wandb")}
     assert given == [{**names, "id": "older", "resume": "allow", "dir": str(tmp_path)}]
-    assert told == ["tracker    W&B: https://it"]
+    assert messages == ["tracker    W&B: https://it"]
     first = FakeRun(step=5)
     fake("online", first)
     (tracker,) = make_trackers(tmp_path, settings("wandb"), 0, print)
@@ -163,15 +162,15 @@ def test_names_are_those_of_the_settings_then_of_the_environment(tmp_path, fake,
 
 
 def test_a_run_whom_wandb_refuses_does_without_it(tmp_path, fake):
-    told = []
+    messages = []
     fake("online", FakeRun(), api_key=None)  # W&B must not ask for a key at the terminal
-    assert make_trackers(tmp_path, settings("wandb"), 0, told.append) == []
+    assert make_trackers(tmp_path, settings("wandb"), 0, messages.append) == []
     fake("online", RuntimeError("no route to its server\nmore of it"))
-    assert make_trackers(tmp_path, settings("wandb"), 0, told.append) == []
-    assert len(told) == 2 and "nobody is logged in" in told[0]
+    assert make_trackers(tmp_path, settings("wandb"), 0, messages.append) == []
+    assert len(messages) == 2 and "nobody is logged in" in messages[0]
     assert (
         "W&B is off: no route to its server; training continues without it. To log in, run `wandb login`"
-        in told[1]
+        in messages[1]
     )
 
 

@@ -1,4 +1,4 @@
-"""Tests the layout of a run folder, and which of its checkpoints are committed."""
+"""Tests mamba_fsdp.run.layout: which folders are run folders, and which of their checkpoints are committed."""
 
 import re
 
@@ -28,7 +28,8 @@ IS = "is not a run folder (it contains"
     }.items(),
 )
 def test_other_folders_are_not_used_as_run_folders(tmp_path, files, refused):
-    """Files of the launcher and log files are accepted, because they can exist before the run."""
+    """A folder with unknown files is refused as a run folder. Files of the launcher and log files are accepted, because
+    they can exist before the run."""
     make(tmp_path, *files.split())
     if refused:
         with pytest.raises(UserError, match=re.escape(refused)):
@@ -39,7 +40,7 @@ def test_other_folders_are_not_used_as_run_folders(tmp_path, files, refused):
 
 
 def test_checkpoints_count_once_they_are_committed_and_in_the_order_of_their_steps(tmp_path):
-    """This program and the launcher find the same checkpoints."""
+    """The library and the launcher find the same committed checkpoints, in the order of their steps."""
     assert layout.newest_step(tmp_path) == 0 and names.newest_checkpoint(str(tmp_path)) == ""
     steps = "step_00000009 step_00000010 step_100000000".split()
     for name in (*reversed(steps), ".step_00000011.abc.partial", "other"):
@@ -52,7 +53,8 @@ def test_checkpoints_count_once_they_are_committed_and_in_the_order_of_their_ste
 
 
 def test_a_folder_that_can_t_be_listed_is_not_an_empty_one(tmp_path):
-    """It is an error, except for the launcher, because it tries again later."""
+    """A folder of checkpoints that can't be listed is an error. Only the launcher treats it like an empty one, because
+    it tries again later."""
     (tmp_path / "checkpoints").symlink_to(tmp_path / "checkpoints")
     assert names.newest_checkpoint(str(tmp_path)) == ""
     with pytest.raises(OSError, match="Too many levels"):
@@ -60,7 +62,7 @@ def test_a_folder_that_can_t_be_listed_is_not_an_empty_one(tmp_path):
 
 
 def test_unfinished_checkpoints_are_listed(tmp_path):
-    """Other files in the staging folder are not listed."""
+    """Only the checkpoints in the staging folder of the lease count as unfinished."""
     saved = f".{names.LEASE}.0123456789ab.partial/step_00000002"
     make(tmp_path, f"{saved}/x", "checkpoints/step_00000001/x", ".other.0123.partial/step_00000003")
     assert layout.list_unfinished(tmp_path) == [tmp_path / saved]

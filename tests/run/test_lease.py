@@ -1,5 +1,5 @@
-"""Tests that only one process at a time writes to a run folder or a new folder, and that a dead process does not
-block others."""
+"""Tests mamba_fsdp.run.lease: only one process at a time writes to a run folder or a new folder, and a dead process
+does not block others."""
 
 import errno
 import io
@@ -32,12 +32,16 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def take(tmp_path):
-    """take(report=None): returns an acquired Lease on the folder. It is released at the end of the test."""
+    """Returns a function take(messages=None) that acquires the lease of the folder and returns it. The lease is
+    released at the end of the test.
+
+    messages: a list to which the messages of the lease are appended.
+    """
     taken = []
 
-    def take_one(said=None):
+    def take_one(messages=None):
         lease = Lease(tmp_path / LEASE)
-        lease.acquire((said if said is not None else []).append, REMEDY)
+        lease.acquire((messages if messages is not None else []).append, REMEDY)
         taken.append(lease)
         return lease
 
@@ -46,7 +50,7 @@ def take(tmp_path):
         lease.close()
 
 
-def left_by(folder, **changed):
+def write_foreign_lease(folder, **changed):
     """Writes the lease of a process on another machine, with some fields changed."""
     elsewhere = {"host": "node-7", "pid": 7, "machine": "another"}
     holder = {**asdict(Holder.this_process()), **elsewhere, **changed}
@@ -67,7 +71,8 @@ def test_a_living_holder_is_named_to_the_second(take, tmp_path):
 
 
 def test_a_dead_holder_on_this_machine_does_not_block_others(take, tmp_path, monkeypatch):
-    """No renewal is awaited. The process id can be unused, belong to another process, or to a zombie."""
+    """The lease of a process of this machine that has ended is taken over at once. Its process id can be unused, or
+    belong to a zombie or to another process."""
     monkeypatch.setattr(Lease, "is_renewed", lambda _: pytest.fail("it was watched"))
     here = Holder.this_process()
     ended = subprocess.Popen(["true"])
@@ -75,7 +80,7 @@ def test_a_dead_holder_on_this_machine_does_not_block_others(take, tmp_path, mon
     dead = subprocess.Popen(["true"])
     os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
     for pid in (ended.pid, os.getpid(), dead.pid):
-        left_by(tmp_path, machine=here.machine, pid=pid, started=here.started - 1)
+        write_foreign_lease(tmp_path, machine=here.machine, pid=pid, started=here.started - 1)
         lease = take()
         lease.check()
         lease.close()
@@ -86,22 +91,20 @@ def test_a_silent_holder_elsewhere_is_waited_for_and_then_dead(
     take, tmp_path, monkeypatch, content
 ):
     monkeypatch.setattr(module, "EXPIRY_SECONDS", 0.1)
-    left_by(tmp_path)
+    write_foreign_lease(tmp_path)
     if content is not None:
         (tmp_path / LEASE).write_bytes(content)
-    said = []
-    take(said).check()
-    (line,) = said
+    messages = []
+    take(messages).check()
+    (line,) = messages
     assert line.startswith("waiting ") and ("node-7" if content is None else "unknown") in line
 
 
 def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
-    """The clocks of the machines can differ, so that the renewals are far in the past.
-
-    The holder can be in the same Slurm job.
-    """
+    """A process on another machine is alive if it renews its lease, even if it is in the same Slurm job. The clocks of
+    the machines can differ, so the renewals are far in the past."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    left_by(tmp_path)
+    write_foreign_lease(tmp_path)
     moments = iter(range(10**6))
 
     def renew(_):
@@ -114,12 +117,13 @@ def test_a_holder_elsewhere_that_renews_is_alive(take, tmp_path, monkeypatch):
 
 
 def test_a_process_that_lost_its_lease_changes_nothing(take, tmp_path):
-    """It no longer writes, moves or removes anything."""
+    """A process whose lease was taken over can no longer write, move or remove anything, and does not renew the other
+    lease."""
     before = threading.enumerate()
     lease = take()
     (renewing,) = [thread for thread in threading.enumerate() if thread not in before]
     lease.write(tmp_path / "file", "ours")
-    left_by(tmp_path)
+    write_foreign_lease(tmp_path)
     lease.staging.rename(tmp_path / "taken")
     changes = {
         lease.check: [],
@@ -143,7 +147,8 @@ def test_a_process_that_lost_its_lease_changes_nothing(take, tmp_path):
 
 
 def test_a_lease_that_can_t_be_looked_at_is_not_lost(take, tmp_path, monkeypatch):
-    """The storage can be unavailable, or not mounted."""
+    """A lease that can't be read does not count as lost, because the storage can be unavailable for a moment, or not
+    mounted."""
     lease = take()
     with monkeypatch.context() as patched:
         Disk(patched, tmp_path).lose(LEASE)
@@ -151,29 +156,30 @@ def test_a_lease_that_can_t_be_looked_at_is_not_lost(take, tmp_path, monkeypatch
             lease.check()
     lease.check()
     lease.file = tmp_path / "nowhere" / LEASE
-    with pytest.raises(UserError, match="lease.json: can't be read .No such file") as told:
+    with pytest.raises(UserError, match="lease.json: can't be read .No such file") as caught:
         lease.check()
-    assert not isinstance(told.value, LeaseLostError)
+    assert not isinstance(caught.value, LeaseLostError)
     lease.file = tmp_path / LEASE
 
 
 def test_files_of_a_killed_process_are_removed_and_reported(take, tmp_path):
-    """Only files in its staging folder are removed, and other hidden folders are kept."""
+    """The next holder removes the staging folder of a killed process, and reports it. Other hidden folders are kept."""
     killed = take()
     (killed.staging / "step_00000002").mkdir()
     (killed.staging / "step_00000002" / "part").write_bytes(bytes(3_000_000))
     (tmp_path / ".snapshot").mkdir()
     (tmp_path / LEASE).unlink()
-    said = []
-    lease = take(said)
-    words = "removed 3.0 MB of unfinished files of a killed process from"
-    assert said == [f"cleaned    {words} {tmp_path}"]
+    messages = []
+    lease = take(messages)
+    message = "removed 3.0 MB of unfinished files of a killed process from"
+    assert messages == [f"cleaned    {message} {tmp_path}"]
     assert set(os.listdir(tmp_path)) == {LEASE, ".snapshot", lease.staging.name}
     assert os.listdir(lease.staging) == []
 
 
 def test_a_new_folder_is_whole_or_not_there(tmp_path, capsys):
-    """While a live process writes it, no other process does."""
+    """A new folder appears when it is complete. While a live process writes it, no other process does, and an error
+    removes it."""
     out = tmp_path / "models" / "model"
     with new_folder(out) as unfinished:
         (unfinished / "inner").mkdir()
@@ -193,7 +199,8 @@ def test_a_new_folder_is_whole_or_not_there(tmp_path, capsys):
 
 @pytest.mark.parametrize("number, kind", [(errno.EIO, StorageError), (errno.ENOSPC, UserError)])
 def test_storage_that_fails_while_a_folder_is_made_is_no_mistake(tmp_path, number, kind):
-    """The error must not look like a mistake of the user, or the job would not be queued again."""
+    """An I/O error is not reported as a mistake of the user, because the job would then not be queued again. A full
+    disk is."""
     with (
         pytest.raises(UserError, match="^can't write .*out: ") as end,
         new_folder(tmp_path / "out"),
@@ -204,7 +211,8 @@ def test_storage_that_fails_while_a_folder_is_made_is_no_mistake(tmp_path, numbe
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "large"])
 def test_an_invalid_lease_file_is_refused_at_once(take, tmp_path, kind):
-    """Earlier, a start looped, hung, or read the file again and again."""
+    """A lease that is a link, a pipe or a large file is an error. Starts must not wait for it, or read it again and
+    again."""
     if kind == "link":
         (tmp_path / LEASE).symlink_to(tmp_path / "nowhere")
     elif kind == "pipe":
@@ -218,7 +226,8 @@ def test_an_invalid_lease_file_is_refused_at_once(take, tmp_path, kind):
 
 
 def test_a_disk_that_is_full_leaves_no_lease(tmp_path, monkeypatch):
-    """The error is raised when the file is closed, as on a network file system."""
+    """If the disk is full, no lease file remains. As on a network file system, the error is raised when the file is
+    closed."""
 
     class Full(io.BytesIO):
         def close(self):

@@ -1,7 +1,7 @@
-"""The commands of a user on the pinned stack: tokenize, train, stop, resume, and use the trained model.
+"""Tests the commands of a user on the pinned stack: tokenize, train, stop, resume, and use the trained model.
 
-tests/readme runs the commands of README.md and docs/ on the newest stack. Here each command runs in a process that is
-forked from one that has already imported everything. This saves the seconds of the imports.
+tests/readme runs the commands of README.md and docs/ on the newest stack. In this file, each command runs in a process
+that is forked from one that has already imported everything. This saves the seconds of the imports.
 """
 
 import signal
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.pinned]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """The user's folder, with the token store data/texts, whose tokenizer is trained on its texts."""
+    """Makes the user's folder, with the token store data/texts, whose tokenizer is trained on its texts."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "texts").mkdir()
     for name in range(4):
@@ -31,7 +31,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def enter(home):
-    """enter(command): runs a command in the user's folder, and returns its output."""
+    """Returns a function enter(command) that runs a command in the user's folder, and returns its output."""
     return lambda command: forked.run(command, home)
 
 
@@ -47,7 +47,8 @@ STEPS_AFTER_RESUME = 8
 
 @pytest.fixture(scope="module")
 def run(home):
-    """runs/demo in the user's folder, trained with the demo's recipe, stopped by SIGUSR1, and resumed.
+    """Trains runs/demo in the user's folder with the demo's recipe, stops it by SIGUSR1, resumes it, and returns its
+    path.
 
     The first start has more steps than it can take before it is stopped.
     """
@@ -72,7 +73,8 @@ def test_the_demo_is_stopped_and_resumed_without_a_lost_or_repeated_step(run):
     assert losses(run)[-1][1] < losses(run)[0][1]
 
 
-VERBS = {  # {command: a part of its output}
+# {command: a part of its output}
+VERBS = {
     "mamba-fsdp inspect runs/demo": "status         finished",
     "mamba-fsdp inspect data/texts --verify": "every file has its size and checksum",
     "mamba-fsdp checkpoints runs/demo --verify": "whole",
@@ -102,7 +104,7 @@ open("theirs.txt", "w").write(words.decode(tokens[0]))
 
 
 def test_an_export_generates_the_same_text_in_transformers(enter, run, home):
-    """This uses the stack's own version of transformers, in a separate process.
+    """The exported model generates the same text in the stack's version of transformers, in a separate process.
 
     The prompt has more than two tokens, because after a shorter one transformers 4.57 generates other tokens with its
     cache than without it (docs/evaluating.md).

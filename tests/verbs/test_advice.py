@@ -20,12 +20,12 @@ ANSWERS = """
 import json, os, shlex, sys, tempfile, traceback
 from mamba_fsdp.__main__ import main
 answers = os.fdopen(os.dup(1), "w")
-said = tempfile.TemporaryFile("w+")
+output = tempfile.TemporaryFile("w+")
 for stream in (1, 2):
-    os.dup2(said.fileno(), stream)
+    os.dup2(output.fileno(), stream)
 for line in sys.stdin:
-    os.truncate(said.fileno(), 0)
-    os.lseek(said.fileno(), 0, 0)
+    os.truncate(output.fileno(), 0)
+    os.lseek(output.fileno(), 0, 0)
     sys.argv = ["mamba-fsdp", *shlex.split(json.loads(line))]
     code = 0
     try:
@@ -37,8 +37,8 @@ for line in sys.stdin:
         traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    size = os.fstat(said.fileno()).st_size
-    print(json.dumps([code, os.pread(said.fileno(), size, 0).decode()]), file=answers, flush=True)
+    size = os.fstat(output.fileno()).st_size
+    print(json.dumps([code, os.pread(output.fileno(), size, 0).decode()]), file=answers, flush=True)
 """
 TRAIN = (
     "train --dry_run --vocab_size=320 --d_model=16 --n_layer=2 --d_state=4 --headdim=8 --seq_length=32 --batch_size=2 "
@@ -48,7 +48,8 @@ MINE = f"{TRAIN} --dataset_path=data/builtin"
 IDS = "--tokenizer=none --pack=none"
 FREE = TRAIN.replace("--vocab_size=320 ", "")
 SHAPE = "--vocab_size=320 --d_model=16 --n_layer=2 --d_state=4 --headdim=8"
-RESHAPED = f"{TRAIN.replace(SHAPE, '')} --dataset_path=data/builtin"  # the model takes the shape of the weights
+# The model gets the shape of the weights.
+RESHAPED = f"{TRAIN.replace(SHAPE, '')} --dataset_path=data/builtin"
 # The settings of runs/demo.
 DEMO = (
     "train --dry_run --dataset_path=data/builtin --d_model=16 --n_layer=2 --vocab_size=300 --d_state=4 --seq_length=32 "
@@ -369,7 +370,7 @@ FOLLOWED = {
 
 @pytest.fixture(scope="module")
 def folder(user_folder, tmp_path_factory):
-    """A copy of the user's folder with the files that the mistakes need."""
+    """Makes a copy of the user's folder, with the files that the mistakes need."""
     folder = tmp_path_factory.mktemp("advice") / "user"
     shutil.copytree(user_folder, folder)
     text = (folder / "a.txt").read_text()
@@ -404,7 +405,7 @@ def folder(user_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(folder, project):
-    """answers(a command line) -> (exit code, output)."""
+    """Returns a function answers(command line) that runs the command line, and returns (exit code, output)."""
     environment = {
         "PYTHONPATH": str(project),
         "PATH": "/usr/bin:/bin",
@@ -425,8 +426,8 @@ def answers(folder, project):
         return json.loads(program.stdout.readline())
 
     for line in PREPARED:
-        code, said = answer(line)
-        assert code == 0, said
+        code, output = answer(line)
+        assert code == 0, output
     (folder / "two").mkdir()
     (folder / "two/a").symlink_to(folder / "data/builtin/train")
     (folder / "two/b").symlink_to(folder / "other/train")
@@ -436,8 +437,8 @@ def answers(folder, project):
 
 
 def follow(step, mistake, folder, answers):
-    """Runs a step: a shell command if it begins with !, arguments to add to the mistake if it begins with +, otherwise a
-    command line."""
+    """Runs a step, and returns (exit code, output). A step that begins with ! is a shell command, and one that begins
+    with + has arguments to append to the mistake. All others are command lines."""
     if step.startswith("! "):
         done = subprocess.run(step[2:], shell=True, cwd=folder, capture_output=True, text=True)
         return done.returncode, done.stderr
@@ -452,15 +453,16 @@ def follow(step, mistake, folder, answers):
 def test_following_the_advice_of_an_error_works(folder, answers, mistake):
     shutil.rmtree(folder / "out", ignore_errors=True)
     pattern, *steps = FOLLOWED[mistake]
-    code, said = answers(mistake)
-    found = re.search(pattern, said)
-    assert found and re.search("error: |warning ", said), said
+    code, output = answers(mistake)
+    found = re.search(pattern, output)
+    assert found and re.search("error: |warning ", output), output
     for step in steps:
-        code, said = follow(step.format(*found.groups()), mistake, folder, answers)
-        assert code == 0, (step, said)
+        code, output = follow(step.format(*found.groups()), mistake, folder, answers)
+        assert code == 0, (step, output)
 
 
-TYPED = {  # {arguments with names that other programs use: the settings that these names mean}
+# {arguments with names that other programs use: the settings that these names mean}
+TYPED = {
     "--steps=3 --bs=2 --lr=0.1": "num_steps batch_size learning_rate",
     "--max_seq_len=16 --wd=0 --warmup=2": "seq_length weight_decay warmup_steps",
     "--epochs=3 --save_every=2 --log_every=1": "num_epochs checkpoint_interval report_interval",
@@ -470,21 +472,23 @@ TYPED = {  # {arguments with names that other programs use: the settings that th
 
 def test_common_spellings_become_the_intended_setting(answers):
     for words, settings in TYPED.items():
-        code, said = answers(f"train --dry_run --dataset_path=data/builtin {words}")
-        assert code == 0, said
+        code, output = answers(f"train --dry_run --dataset_path=data/builtin {words}")
+        assert code == 0, output
         for name in settings.split():
-            assert f" is {name}=" in said
+            assert f" is {name}=" in output
 
 
 def test_the_vocabulary_is_that_of_the_data_and_stays_in_the_run(answers, folder):
-    """This also holds for a resumed run, and in the default run folder."""
+    """Without a vocab_size, a run has the size in its data, also in the default run folder and after it is resumed."""
     begin = f"{FREE.replace('--dry_run', '')} --dataset_path=data/builtin --num_steps="
     for steps in (1, 2):
-        code, said = answers(
+        code, output = answers(
             f"{begin.replace('--num_steps=9', '')}{steps}".replace("--num_steps=9", "")
         )
-        assert code == 0, said
-    assert "resumes    from runs/train" in said
+        assert code == 0, output
+    assert "resumes    from runs/train" in output
     assert "vocab_size: 300\n" in (folder / "runs/train/config.yaml").read_text()
-    code, said = answers(f"{FREE} --dataset_path=large --save_ckpt_path=runs/large")
-    assert code == 0 and re.search("vocab_size=[0-9]+, the size in the data, instead of 4096", said)
+    code, output = answers(f"{FREE} --dataset_path=large --save_ckpt_path=runs/large")
+    assert code == 0 and re.search(
+        "vocab_size=[0-9]+, the size in the data, instead of 4096", output
+    )

@@ -22,7 +22,8 @@ def test_an_option_s_default_or_bound_changes_only_on_purpose(golden):
     for verb in VERBS:
         module = importlib.import_module(f"mamba_fsdp.verbs.{verb.replace('import', 'import_')}")
         options = command_line.options_class(module.main)
-        if options and verb != "tokenize":  # these are in tests/settings/defaults.txt
+        # The options of tokenize are in tests/settings/defaults.txt.
+        if options and verb != "tokenize":
             described += [
                 f"{verb} --{leaf.name}={format_value(default(leaf))} ({describe_type(leaf)})"
                 for leaf in dataclasses.fields(options)
@@ -98,7 +99,8 @@ command_line.run(generate.main, str, words)
 
 
 def test_a_training_that_a_signal_stopped_ends_with_a_shell_s_code(monkeypatch):
-    """torchrun treats any exit code of a rank other than 0 as a failure."""
+    """A training that a signal has stopped exits with 128 + signal, like in a shell, but with 0 as a rank, because
+    torchrun treats any other exit code of a rank as a failure."""
     codes = [train.exit_code(stopped) for stopped in ("", "STOP file", "SIGTERM")]
     assert codes == [0, 0, 143]
     monkeypatch.setenv("RANK", "0")
@@ -111,7 +113,7 @@ def test_the_doctor_fails_if_one_check_does(monkeypatch, answer):
 
     checks = [Check("a", fail), Check("b", lambda: "it is fine")]
     monkeypatch.setattr(doctor, "CHECKS", checks)
-    said = "FAIL a               it is broken\nok   b               it is fine\n"
-    assert answer(doctor) == (1, said, "")
+    output = "FAIL a               it is broken\nok   b               it is fine\n"
+    assert answer(doctor) == (1, output, "")
     monkeypatch.setattr(doctor, "CHECKS", checks[1:])
     assert answer(doctor)[0] == 0

@@ -1,4 +1,4 @@
-"""Tests the verb `checkpoints`: it lists the checkpoints of a run, and detects damaged ones."""
+"""Tests the verb `checkpoints`, which lists the checkpoints of a run and detects damaged ones."""
 
 import shutil
 
@@ -10,7 +10,7 @@ from mamba_fsdp.verbs import checkpoints
 
 @pytest.fixture
 def run(user_folder, tmp_path):
-    """A run with the checkpoints of steps 2 and 4, and its published model."""
+    """Makes a copy of a run with the checkpoints of steps 2 and 4, and with its published model."""
     return shutil.copytree(user_folder / "runs/demo", tmp_path / "run")
 
 
@@ -20,5 +20,5 @@ def test_a_checkpoint_that_is_pruned_during_verification_is_not_broken(run, call
         return _verify(*given)
 
     monkeypatch.setattr(restore, "verify", pruned_first)
-    code, said = call(checkpoints, run, "--verify")
-    assert code == 0 and len(said.splitlines()) == 2 and said.endswith("  whole\n")
+    code, output = call(checkpoints, run, "--verify")
+    assert code == 0 and len(output.splitlines()) == 2 and output.endswith("  whole\n")

@@ -1,4 +1,5 @@
-"""Command-line arguments become parameters and options of a verb; a mistake is an error message of one line."""
+"""Tests mamba_fsdp.command_line: arguments become parameters and options of a verb, and a mistake is an error of one
+line."""
 
 import dataclasses
 import inspect
@@ -114,13 +115,13 @@ OUTPUTS = {">&-": "", ">/dev/full": FULL}
 def test_a_closed_or_full_stdout_gives_no_traceback(project, output, unbuffered):
     command = f"{sys.executable} get_dataset.py --help {output}"
     done = run_program("sh", "-c", command, cwd=project, PYTHONUNBUFFERED=unbuffered)
-    said = OUTPUTS[output]
-    assert (done.returncode, done.stderr) == (74 * bool(said), said)
+    error = OUTPUTS[output]
+    assert (done.returncode, done.stderr) == (74 * bool(error), error)
 
 
 def test_quoted_text_can_not_start_a_line_or_control_the_terminal(call, monkeypatch):
     def main():
         raise UserError("t\nerror: owned\x1b[2J: not a weight")
 
-    code, said = call(SimpleNamespace(main=main))
-    assert (code, said) == (2, "error: t\\nerror: owned\\x1b[2J: not a weight\n")
+    code, output = call(SimpleNamespace(main=main))
+    assert (code, output) == (2, "error: t\\nerror: owned\\x1b[2J: not a weight\n")

@@ -1,4 +1,5 @@
-"""A Python that is too old or lacks packages gives an error of one line. It names the Python to use."""
+"""Tests mamba_fsdp.interpreter: a Python that is too old or lacks packages gives an error of one line, which names the
+Python to use."""
 
 import ast
 import os
@@ -11,7 +12,7 @@ from mamba_fsdp import interpreter
 from tests.support.processes import run_program
 from tests.support.terminal import drawings
 
-BARE = [os.path.realpath(sys.executable), "-S"]  # a system Python, without packages
+BARE = [os.path.realpath(sys.executable), "-S"]  # like a system Python without packages
 COMMANDS = [
     ["training.py", "--num_steps=3"],
     ["get_dataset.py", "a b"],
@@ -36,7 +37,7 @@ def test_a_python_that_is_too_old(monkeypatch, capsys):
 
 
 def test_a_python_without_docstrings(monkeypatch, capsys):
-    """--help needs them, because the documentation of settings consists of docstrings."""
+    """Python's option -OO is refused, because --help prints the docstrings of the settings."""
     monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
     with pytest.raises(SystemExit, match="^2$"):
         interpreter.require_packages()
@@ -68,7 +69,8 @@ def test_a_terminal_shows_immediately_that_libraries_are_loading(project, termin
 
 
 def test_ctrl_c_stops_an_import_that_would_catch_it(project, tmp_path):
-    """torch, for example, catches KeyboardInterrupt while it imports NumPy."""
+    """Ctrl-C ends the program during an import, even if the imported module catches KeyboardInterrupt, as torch does
+    while it imports NumPy."""
     (tmp_path / "deaf.py").write_text(
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
     )

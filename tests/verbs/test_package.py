@@ -68,7 +68,7 @@ def test_a_wrong_argument_is_refused_by_its_name(name, words, message):
 
 
 def test_a_notebook_can_tokenize_train_and_export_without_a_shell(in_user_folder, tmp_path, capsys):
-    """All functions accept a Path, and return the result that the command prints."""
+    """The functions of the package accept a Path, and return the path of what they have made."""
     store = mamba_fsdp.tokenize(Path("a.txt"), tmp_path / "data", tokenizer="train:300")
     mamba_fsdp.inspect(store, verify=True)
     assert "verified" in capsys.readouterr().out
@@ -103,7 +103,7 @@ def test_the_import_is_light_and_its_threads_spin_for_a_moment(project, tmp_path
 
 
 def test_a_program_may_end_with_its_batches_half_read(project, tmp_path):
-    """The threads of the batches end with the program, before the interpreter removes the modules that they need."""
+    """The threads of `batches` end with the program, before the interpreter removes the modules that they need."""
     write_store(tmp_path / "store", [range(1, 60)] * 4, vocab_size=64, eos=0, tokenizer="none")
     code = (
         "import atexit, threading, mamba_fsdp; "
@@ -116,12 +116,13 @@ def test_a_program_may_end_with_its_batches_half_read(project, tmp_path):
 
 @pytest.mark.parametrize("name", ["load", "generate", "batches", "export ."])
 def test_the_traceback_of_a_mistake_ends_at_the_line_of_the_user(name):
-    """The traceback has only the frame of the caller and the frame that raises, because a notebook would show all internal ones."""
+    """The traceback of a user error contains only the frame of the caller and the frame that raises, because a notebook
+    would show all internal ones."""
     function, *others = name.split()
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         getattr(mamba_fsdp, function)("/nowhere/model", *others)
-    assert len(told.traceback) == 2
-    assert told.value.__cause__ is None and told.value.__suppress_context__
+    assert len(caught.traceback) == 2
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
 
 
 def test_help_lists_the_functions_with_their_signatures():

@@ -1,4 +1,4 @@
-"""Tests the output of plan, and that the settings which it recommends have the promised memory and speed."""
+"""Tests the verb `plan`: its output, and that its recommended settings have the promised memory and speed."""
 
 import re
 import shlex
@@ -32,44 +32,47 @@ interval     seconds   goodput  without spares
 
 
 @pytest.fixture
-def told(call):
-    """told(arguments) -> (exit code, output)."""
+def run_plan(call):
+    """Returns a function run_plan(arguments) that returns (exit code, output)."""
     return lambda words: call(plan, *shlex.split(words))
 
 
 @pytest.mark.slow
-def test_a_plan_that_does_not_fit_suggests_settings_that_fit(told):
-    code, said = told(f"mamba_9.8b {P4D} --nodes=24 --batch_size=2")
-    assert code == 1 and "it does NOT fit; the largest part: activations" in said
-    best = re.search(r"^best +24 +(\d+) +([\d/]+) ", said, re.M)
-    code, said = told(
+def test_a_plan_that_does_not_fit_suggests_settings_that_fit(run_plan):
+    code, output = run_plan(f"mamba_9.8b {P4D} --nodes=24 --batch_size=2")
+    assert code == 1 and "it does NOT fit; the largest part: activations" in output
+    best = re.search(r"^best +24 +(\d+) +([\d/]+) ", output, re.M)
+    code, output = run_plan(
         f"mamba_9.8b {P4D} --nodes=24 --batch_size={best[1]} --fsdp_activation_checkpointing=true "
         f"--selective_checkpointing={best[2]}"
     )
-    assert code == 0 and "a device: it fits" in said
+    assert code == 0 and "a device: it fits" in output
 
 
 @pytest.mark.torch22
 def test_sizes_for_this_machine_are_timed_and_their_commands_run(
-    told, call, in_user_folder, monkeypatch
+    run_plan, call, in_user_folder, monkeypatch
 ):
     monkeypatch.setattr(run, "MIN_TIMED_STEPS", 3)
     monkeypatch.setattr(run, "MIN_TIMED_SECONDS", 0)
-    code, said = told("data/builtin --hours=0.001 --batch_size=1")
-    assert code == 0 and "timed" in said and "smaller          2 x 64" in said
-    assert "The time is too short" in said
-    program, verb, *words = shlex.split(said.splitlines()[-1])
+    code, output = run_plan("data/builtin --hours=0.001 --batch_size=1")
+    assert code == 0 and "timed" in output and "smaller          2 x 64" in output
+    assert "The time is too short" in output
+    program, verb, *words = shlex.split(output.splitlines()[-1])
     assert (program, verb) == ("mamba-fsdp", "train")
-    code, said = call(train, *words, "--dry_run=true")
-    assert code == 0 and "tokens; " in said, said
+    code, output = call(train, *words, "--dry_run=true")
+    assert code == 0 and "tokens; " in output, output
 
 
-def test_the_cost_of_failures_uses_times_measured_by_a_run(told, tmp_path):
-    """The last save of the run is not counted, because the metrics do not contain its time."""
+def test_the_cost_of_failures_uses_times_measured_by_a_run(run_plan, tmp_path):
+    """The cost of failures is computed from the saves and the recovery of a measured run. Its last save is not counted,
+    because the metrics do not contain the stall of this save."""
     (tmp_path / "events.jsonl").write_text(EVENTS)
     (tmp_path / "metrics.jsonl").write_text(METRICS)
-    code, said = told(f"{TWO_NODES} --checkpoint_interval=7 --measured={tmp_path}")
-    assert code == 0 and COSTS in said and "failures   0.48 a day, " in said
-    # The square root of 2 * 4 s * 50 hours.
-    assert re.search(r"^Young +1,200\.0 +99\.26% +99\.09%  --checkpoint_interval=\d+$", said, re.M)
-    assert "--checkpoint_interval=7\n" in said
+    code, output = run_plan(f"{TWO_NODES} --checkpoint_interval=7 --measured={tmp_path}")
+    assert code == 0 and COSTS in output and "failures   0.48 a day, " in output
+    # Young's interval is the square root of 2 * 4 s * 50 hours: a save takes 4 s, and two nodes fail every 50 hours.
+    assert re.search(
+        r"^Young +1,200\.0 +99\.26% +99\.09%  --checkpoint_interval=\d+$", output, re.M
+    )
+    assert "--checkpoint_interval=7\n" in output

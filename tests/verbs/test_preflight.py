@@ -1,4 +1,4 @@
-"""Tests preflight: it finds every problem, and its message names the node and a remedy."""
+"""Tests the verb `preflight`: it finds every problem, and its message names the node and a remedy."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ GPU = "NVIDIA A100"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run folder's preflight folder, as the launcher makes it."""
+    """Makes the folder `preflight` of a run folder, like the launcher, and a token store."""
     (tmp_path / "run/preflight").mkdir(parents=True)
     write_store(tmp_path / "store", [range(1, 60)] * 99, vocab_size=64, eos=0, tokenizer="none")
     return tmp_path / "run/preflight"
@@ -34,7 +34,8 @@ def give_space(monkeypatch, free):
 
 @pytest.fixture
 def report(folder, tmp_path, monkeypatch):
-    """report(node, **settings): writes the report of a node. Its driver shows `shown` of its GPUs."""
+    """Returns a function report(node, **settings) that writes the report of a node. The node's driver shows `shown` of
+    its GPUs."""
     monkeypatch.setattr(machine, "check_version", lambda: None)
     give_space(monkeypatch, 10**12)
 
@@ -54,18 +55,18 @@ def report(folder, tmp_path, monkeypatch):
 
 @pytest.fixture
 def judge(folder, capsys):
-    """judge(nodes) -> (exit code, output, problems)."""
+    """Returns a function judge(*nodes) that returns (exit code, output, problems)."""
 
     def run(*nodes):
         code = command_line.call(preflight.main, ["judge", str(folder), *nodes])
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return run
 
 
 def test_equal_nodes_are_fit(report, judge, monkeypatch):
-    """Only EFA devices without NCCL's plugin cause a warning."""
+    """Equal nodes pass. EFA devices without NCCL's plugin only cause a warning."""
     monkeypatch.setattr(machine, "find_efa_library", lambda: None)
     for node in ("a", "b"):
         report(node, gpus=8, efa=32)
@@ -73,14 +74,15 @@ def test_equal_nodes_are_fit(report, judge, monkeypatch):
         "node 0     a: 8 GPUs NVIDIA A100, 32 EFA devices\n",
         "node 1     b: 8 GPUs NVIDIA A100, 32 EFA devices\n",
     ]
-    code, said, warnings = judge("a", "b")
-    assert (code, said) == (0, "".join(lines))
+    code, output, warnings = judge("a", "b")
+    assert (code, output) == (0, "".join(lines))
     assert warnings.startswith(
         "warning: a: there are EFA devices, but NCCL finds no libnccl-net.so"
     )
 
 
-LACKING = {  # {beginning of the message about the second node: the hardware of this node}
+# {beginning of the message about the second node: the hardware of this node}
+LACKING = {
     "error: b: the first node can't read a report": None,
     "error: b: it has 4 GPUs": {"gpus": 4, "efa": 4},
     "error: b: it has 3 EFA": {"gpus": 8, "efa": 3},
@@ -89,13 +91,13 @@ LACKING = {  # {beginning of the message about the second node: the hardware of 
 }
 
 
-@pytest.mark.parametrize("said", LACKING)
-def test_a_node_that_differs_from_the_first_is_named(report, judge, folder, said):
+@pytest.mark.parametrize("message", LACKING)
+def test_a_node_that_differs_from_the_first_is_named(report, judge, folder, message):
     report("a", gpus=8, efa=4)
-    if LACKING[said]:
-        report("b", **LACKING[said])
+    if LACKING[message]:
+        report("b", **LACKING[message])
     code, _, wrong = judge("a", "b")
-    assert code == 1 and said in wrong
+    assert code == 1 and message in wrong
     verdict = json.loads((folder / VERDICT).read_text())
     assert verdict["ranks_per_node"] == 8 and wrong.startswith(
         f"error: b: {verdict['unfit']['b']}\n"
@@ -111,7 +113,8 @@ def test_the_first_node_must_equal_the_majority_too(report, judge, folder):
 
 @pytest.mark.parametrize("content", ['{"code": "another", "mistakes": []}', '{"mistakes": []}'])
 def test_a_node_whose_project_folder_is_of_another_version_is_named(folder, report, judge, content):
-    """Versions before this check have no digest of their code."""
+    """A node whose project folder contains other code is reported. The second case is a version before this check,
+    whose reports have no digest of the code."""
     report("a")
     (folder / "b.json").write_text(content)
     code, _, wrong = judge("a", "b")
@@ -120,9 +123,12 @@ def test_a_node_whose_project_folder_is_of_another_version_is_named(folder, repo
 
 
 def test_too_little_space_for_future_checkpoints_is_refused(folder, report, judge, monkeypatch):
-    """mamba-2.8b needs 12 bytes per parameter in each of four checkpoints: three that are kept, and one that is being
-    written. If the run already has checkpoints, only the next one must fit. Checkpoints that training would remove first
-    count as free space."""
+    """The run folder must have space for future checkpoints. mamba-2.8b needs 12 bytes per parameter in each of four
+    checkpoints: three that are kept, and one that is being written.
+
+    If the run already has checkpoints, only the next one must fit. Checkpoints that training would remove first count
+    as free space.
+    """
     give_space(monkeypatch, 10**10)
     given = {"model_name": "mamba-2.8b", "vocab_size": 50277}
     report("a", **given)
@@ -149,7 +155,8 @@ def test_missing_weights_are_reported_before_training(folder, report, tmp_path, 
     report("a", **{setting: tmp_path / "elsewhere"})
     code, _, wrong = judge("a")
     assert code == 2 and f"{tmp_path}/elsewhere: there is no such" in wrong
-    own = open_run(folder.parent)  # the run resumes from this checkpoint
+    # The run now has its own checkpoint, from which it resumes.
+    own = open_run(folder.parent)
     own.save(1, shards_of(1), saved_state(resolved().model, TrainState()))
     own.wait()
     report("a", **{setting: tmp_path / "elsewhere"})
@@ -158,8 +165,8 @@ def test_missing_weights_are_reported_before_training(folder, report, tmp_path, 
 
 def test_a_run_folder_that_is_not_shared_is_reported(folder, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "b")
-    said = "^b: .* is not the folder that the first node sees; mount the shared file system on b"
-    with pytest.raises(UserError, match=said):
+    message = "^b: .* is not the folder that the first node sees; mount the shared file system on b"
+    with pytest.raises(UserError, match=message):
         preflight.report(folder, folder.parent / ".settings")
 
 
@@ -177,7 +184,8 @@ def test_data_must_exist_on_all_nodes(report, judge, tmp_path):
 def test_the_first_node_reports_data_that_training_cannot_read(
     report, judge, tmp_path, monkeypatch
 ):
-    """AWS's own dataset_path is a save_to_disk folder. The remedy is one that the user of an image has."""
+    """Data that training can't read is an error of the first node only, with a remedy that is available to users of the
+    image. The data is a save_to_disk folder, like AWS's own dataset_path."""
     (tmp_path / "wikitext/train").mkdir(parents=True)
     (tmp_path / "wikitext/dataset_dict.json").touch()
     monkeypatch.setenv("IMAGE", "/fsx/mamba-train.sqsh")

@@ -1,4 +1,5 @@
-"""Tests that a mistake causes one line with a remedy, printed before libraries are imported that take seconds to load."""
+"""Tests that a mistake causes one line with a remedy, which is printed before libraries are imported that take seconds
+to load."""
 
 import json
 import os
@@ -39,7 +40,7 @@ REFUSED = {
         "data/builtin --hours=8 --d_model=64": "d_model: plan chooses it with --hours",
         "--hours=8 --tokens=2e9 --model_name=olmo-hybrid-7b": "olmo-hybrid-7b has other fixed widths",
         f"demo {P4D} --hours_between_failures=0": "--hours_between_failures=0: must be above 0",
-        f"demo {P4D} --hours_between_failures=9 --measured=empty": "empty: its events.jsonl has no save",
+        f"demo {P4D} --hours_between_failures=9 --measured=empty": "empty: its events.jsonl records no save",
         "demo --hours_between_failures=9 --memory=24": "the time of a step is unknown",
     },
     "evaluate": {
@@ -90,18 +91,19 @@ import contextlib, io, json, shlex, sys
 from mamba_fsdp.__main__ import main
 for line in json.load(sys.stdin):
     sys.argv = ["mamba-fsdp", *shlex.split(line)]
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
             main()
     except SystemExit as end:
-        print(json.dumps([end.code, said.getvalue()]))
+        print(json.dumps([end.code, output.getvalue()]))
 """
 
 
 @pytest.fixture(scope="module")
 def answers(user_folder, project, tmp_path_factory):
-    """{line: (exit code, output)}, from a Python in which no slow library can be imported."""
+    """Returns {command line: (exit code, output)}. The Python that runs the command lines can't import slow
+    libraries."""
     libraries = tmp_path_factory.mktemp("libraries")
     for name in ("torch", "datasets", "transformers"):
         (libraries / f"{name}.py").write_text(f"raise SystemExit('imported {name}')\n")
@@ -130,15 +132,19 @@ def answers(user_folder, project, tmp_path_factory):
 @pytest.mark.parametrize("verb", REFUSED)
 def test_mistakes_are_one_line_with_the_reason(answers, verb):
     for words, reason in REFUSED[verb].items():
-        code, said = answers[f"{verb} {words}".strip()]
-        assert code == 2 and said.startswith("error: ") and reason in said, (words, code, said)
-        assert len(said.splitlines()) == 1, said
+        code, output = answers[f"{verb} {words}".strip()]
+        assert code == 2 and output.startswith("error: ") and reason in output, (
+            words,
+            code,
+            output,
+        )
+        assert len(output.splitlines()) == 1, output
 
 
 def test_commands_that_need_no_torch_do_not_import_it(answers):
     for line, lines in FAST.items():
-        code, said = answers[line]
-        assert code == 0 and len(said.splitlines()) >= lines, said
+        code, output = answers[line]
+        assert code == 0 and len(output.splitlines()) >= lines, output
 
 
 def test_dtypes_of_checkpoints_are_those_that_torch_reads():

@@ -27,7 +27,8 @@ EVENT = {
     "from": "checkpoint step_00000006",
     "changed": "seed 1 -> 2",
 }
-REPLACEMENTS = {  # parts of the output that depend on the machine, the time or a version
+# {pattern: replacement} of parts of the output that depend on the machine, the time or a version
+REPLACEMENTS = {
     r" \d+\.\d+ k?B(?=  )": " SIZE",
     r"(?<=torch )\S+": "VERSION",
     r"20\d\d-\d\d-\d\d \d\d:\d\d": "TIME",
@@ -41,7 +42,7 @@ REPLACEMENTS = {  # parts of the output that depend on the machine, the time or 
 
 @pytest.fixture
 def folder(in_user_folder, tmp_path, monkeypatch):
-    """A copy of the user's folder. It also has a run with more records that was killed during a save."""
+    """Makes a copy of the user's folder, with a second run that has more records and was killed during a save."""
     of_other_tests = shutil.ignore_patterns("evaluations", "lm_eval_*", "report.html")
     for place in ("data/builtin", "runs/demo", "exported/demo"):
         shutil.copytree(in_user_folder / place, tmp_path / place, ignore=of_other_tests)
@@ -78,11 +79,11 @@ def folder(in_user_folder, tmp_path, monkeypatch):
 
 
 def test_the_transcript_changes_only_on_purpose(folder, call, golden):
-    told = []
+    entries = []
     for line in re.findall(r"^\$ (.*)$", TRANSCRIPT.read_text(), re.M):
         verb, *words = line.split()
-        code, said = call(importlib.import_module(f"mamba_fsdp.verbs.{verb}"), *words)
+        code, output = call(importlib.import_module(f"mamba_fsdp.verbs.{verb}"), *words)
         for pattern, word in REPLACEMENTS.items():
-            said = re.sub(pattern, word, said, flags=re.M)
-        told.append(f"$ {line}\n{said}{code}\n")
-    golden.check_text("transcript.txt", "".join(told))
+            output = re.sub(pattern, word, output, flags=re.M)
+        entries.append(f"$ {line}\n{output}{code}\n")
+    golden.check_text("transcript.txt", "".join(entries))

@@ -1,4 +1,4 @@
-"""Tests the files of an export."""
+"""Tests the files that the verb `export` writes."""
 
 import os
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.torch22
 
 
 def test_an_export_can_be_read_by_others(in_user_folder, tmp_path):
-    """Files have the permissions of the umask, and no files of a killed attempt remain."""
+    """The files of an export have the permissions of the umask, and files of a killed attempt are removed."""
     (tmp_path / "..hf.lease.0123456789ab.partial").mkdir()
     before = os.umask(0o027)
     try:
