@@ -76,7 +76,7 @@ def test_the_demo_is_stopped_and_resumed_without_a_lost_or_repeated_step(run):
 # {command: a part of its output}
 VERBS = {
     "mamba-fsdp inspect runs/demo": "status         finished",
-    "mamba-fsdp inspect data/texts --verify": "every file has its size and checksum",
+    "mamba-fsdp inspect data/texts --verify": "all sizes and checksums are correct",
     "mamba-fsdp checkpoints runs/demo --verify": "whole",
     "mamba-fsdp report runs/demo": "report.html",
     "mamba-fsdp generate runs/demo --prompt='def ' --length=5": "def ",

@@ -157,11 +157,11 @@ FOLLOWED = {
         f"{TRAIN} {{0}}",
     ),
     f"{TRAIN} --dataset_path=data --datasets=builtin,builtin": (
-        "give each once",
+        "give each name once",
         f"{TRAIN} --dataset_path=data --datasets=builtin",
     ),
     f"{TRAIN} --dataset_path=data --datasets=builtin --weights=1,2": (
-        "give one weight each",
+        "give one weight for each dataset",
         f"{TRAIN} --dataset_path=data --datasets=builtin --weights=1",
     ),
     f"{TRAIN} --dataset_path=data --datasets=bultin": (
@@ -245,7 +245,7 @@ FOLLOWED = {
         "path of a YAML file in it",
         "train --dry_run --config=runs/demo/config.yaml",
     ),
-    f"{MINE} --config=mamba_130m": (r"--config=(\S+) here", f"{MINE} --config={{0}}"),
+    f"{MINE} --config=mamba_130m": (r"use --config=(\S+) for this run", f"{MINE} --config={{0}}"),
     f"{MINE} --eval_prompts=a --validation_path=none": (
         "(name a validation_path)|(leave it out)",
         f"{MINE} --eval_prompts=a --validation_path=data/builtin/validation",
@@ -295,8 +295,8 @@ FOLLOWED = {
         "! printf 'training:\\n  seed: 3\\n' > flat.yaml",
         f"{MINE} --config=flat.yaml",
     ),
-    f"{MINE} --min_lr=0.1": (": (min_learning_rate_ratio)", f"{MINE} --{{0}}=0.1"),
-    f"{MINE} --gpus=2": ("(trains on the CPU)", MINE),
+    f"{MINE} --min_lr=0.1": ("use (min_learning_rate_ratio)", f"{MINE} --{{0}}=0.1"),
+    f"{MINE} --gpus=2": ("trains on all GPUs, or (on the CPU)", MINE),
     # models
     "evaluate runs/demo texts": (
         r"from it: (.*) OUT (.*); then (evaluate) OUT/train",
