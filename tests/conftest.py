@@ -1,4 +1,4 @@
-"""Fixtures that all tests share."""
+"""Provides the fixtures that all tests share."""
 
 import os
 import random

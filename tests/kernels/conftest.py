@@ -1,6 +1,6 @@
-"""Tests of Triton kernels on a CPU, in Triton's interpreter.
+"""Provides fixtures for tests of Triton kernels on a CPU, in Triton's interpreter.
 
-tests/run.sh runs them in a second call of pytest with TRITON_INTERPRET=1 and a Triton on the path
+tests/run.sh runs these tests in a second call of pytest with TRITON_INTERPRET=1 and a Triton on the path
 (benchmarks/kernels/install.py). Both are needed before Triton is imported; otherwise these tests are not collected.
 """
 

@@ -267,8 +267,8 @@ exec {sys.executable} "$@"
 def test_settings_are_read_on_a_host_without_an_environment_or_else_in_the_image(
     cluster, image, launcher_project
 ):
-    """Without a .venv, the settings are read with the host's own Python, so that a mistake is reported before any node
-    unpacks the image. If this Python has no PyYAML, they are read in the image."""
+    """Without a .venv, the host's own Python reads the settings, in order to report a mistake before any node unpacks
+    the image. If this Python has no PyYAML, they are read in the image."""
     environment = (
         launcher_project / ".environment"
     )  # the environment in the image; the host does not see it

@@ -83,7 +83,7 @@ def test_ctrl_c_while_the_settings_are_read_ends_at_once(launcher_project):
 
 @pytest.mark.slow
 def test_paths_are_relative_to_the_working_directory(launcher_project, tmp_path):
-    """Paths in settings are relative to the working directory, from which the script is called here.
+    """Relative paths in settings begin at the working directory, even if it is not the project folder.
 
     The script has no execute permission, as after unpacking a ZIP file. PYTHONHOME is set, as by some module files, and
     TMPDIR does not exist.

@@ -180,7 +180,7 @@ def test_losses_of_different_tokenizers_are_compared_per_byte(tmp_path):
 
 
 def test_a_run_that_stopped_between_two_reports_has_its_last_step(tmp_path):
-    """The last step on the page is the one of the run's end, even if it has no report.
+    """The page shows the step at which a run has stopped, even if there is no report of this step.
 
     A metric that equals another one, such as the speed of a single device, is drawn once.
     """

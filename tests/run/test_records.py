@@ -92,10 +92,7 @@ def test_an_event_that_a_crash_cut_short_costs_no_other(tmp_path):
         ("", 0),
         ("started 10", 50 + 205 - 7),  # the run was killed at 205, the time of its last metrics
         ("started 10, checkpoint 20, stopped 30", 50 + 30 - 7),
-        (
-            "started 10, stopped 30, failed 90",
-            50 + 30 - 7,
-        ),  # a later command failed before it started
+        ("started 10, stopped 30, failed 90", 50 + 30 - 7),  # the last command did not start
         ("started 503", 50),  # the command that begins at 500 restarts its ranks
     ],
 )

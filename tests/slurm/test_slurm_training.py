@@ -43,10 +43,10 @@ DEMO_STEPS = 5
 
 @pytest.fixture
 def new_project(tmp_path):
-    """Makes a copy of the checkout with a .venv, like the one of a new user, but with a shorter demo.
+    """Makes a copy of the checkout with a .venv, like a new user's, but with a shorter demo.
 
     The demo takes only the first five of its thousand steps. The number of Python's library files suffices for three
-    batches, so that several threads use the tokenizer.
+    batches, so several threads use the tokenizer.
     """
     project = projects.make_project(tmp_path / "the project", training=None)
     projects.edit(project / "config/demo.yaml", "num_steps: 1000", f"num_steps: {DEMO_STEPS}")
@@ -109,10 +109,10 @@ def test_a_bare_sbatch_makes_its_data_and_trains_on_it(cluster, new_project):
 
 
 def test_a_run_that_usr1_interrupts_equals_an_uninterrupted_one(cluster, training_project):
-    """The run is compared with an uninterrupted one of as many ranks on this machine alone.
+    """A run that USR1 stops, and that Slurm starts again, has bitwise the same losses and weights as an uninterrupted
+    one with as many ranks on this machine alone.
 
-    `--signal=B:USR1@300` sends USR1 before the time limit, even if Slurm's controller is too busy
-    to answer queries.
+    `--signal=B:USR1@300` sends USR1 before the time limit, even if Slurm's controller is too busy to answer queries.
     """
     asked = training_project / "asked"
     squeue = shutil.which("squeue")

@@ -88,7 +88,7 @@ class Builder:
     def __call__(self, *words, check=True):
         place = ["--root", self.folder / "storage", "--runroot", self.folder / "runroot"]
         place += ["--storage-driver", "overlay"]
-        # The build takes longer than all other tests, so that it has a higher priority on a busy machine.
+        # The build takes longer than all other tests, so it has a higher priority on a busy machine.
         return fetched(
             ["nice", "-n", "-10", "buildah", *place, *words],
             check,

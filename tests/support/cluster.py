@@ -1,9 +1,8 @@
-"""A real Slurm of several nodes on one machine: a slurmctld and slurmds, each node in its own
-namespaces.
+"""Runs a real Slurm of several nodes on one machine: a slurmctld, and a slurmd for each node in its own namespaces.
 
-A node has its own processes, host name, network (10.66.0.N, with a bridge that is not connected to
-other networks) and /tmp. It shares all other folders with the machine, so that any folder outside
-/tmp acts as a shared file system. `folder` and `shared` are also visible inside /tmp.
+A node has its own processes, host name, network (10.66.0.N, with a bridge that is not connected to other networks) and
+/tmp. It shares all other folders with the machine, so any folder outside /tmp acts as a shared file system. `folder`
+and `shared` are also visible inside /tmp.
 """
 
 import contextlib
@@ -175,15 +174,16 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         self.inits[machine] = _first_process_of_namespace(process)
 
     def kill_node(self, name):
-        """Simulates a power failure: processes and network vanish without notice.
+        """Simulates a power failure: processes and network vanish without notice. Then tells Slurm that the node is
+        down.
 
-        Slurm need not notice it by itself, because with a SlurmdTimeout that is short enough for
-        that, a slow node would also count as lost.
+        Slurm would detect that by itself only with a short SlurmdTimeout, with which a slow node would also count as
+        lost.
         """
         self.cut_power(name)
-        self.tell_slurm_of(name)
+        self.set_down(name)
 
-    def tell_slurm_of(self, name):
+    def set_down(self, name):
         self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
 
     def cut_power(self, name):
@@ -227,10 +227,10 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
 
     def submit(self, project, *words, options=(), env=None):
         """Submits the project's launcher with sbatch. Returns the job's id."""
-        said = self.run(
+        output = self.run(
             "sbatch", "--parsable", *options, "1.train.sbatch", *words, cwd=project, env=env
         )
-        return said.strip().split("\n")[-1]
+        return output.strip().split("\n")[-1]
 
     def idle_nodes(self):
         return int(self.run("sinfo", "-h", "-t", "idle", "-o", "%D", check=False).strip() or 0)

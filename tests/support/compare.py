@@ -1,6 +1,6 @@
 """Compares outputs and gradients of kernels with the reference backend in float64.
 
-An error is the largest difference divided by the largest value. Triton's interpreter truncates fp32 to bf16, so that a
+An error is the largest difference divided by the largest value. Triton's interpreter truncates fp32 to bf16, so a
 result in bf16 can differ by a whole step of 2**-7.
 """
 

@@ -1,8 +1,8 @@
-"""Wheels that replace CUDA's large libraries (2.5 GB) in images that do not run on a GPU.
+"""Makes wheels that replace CUDA's large libraries (2.5 GB) in images that do not run on a GPU.
 
 torch 2.2.2 can be imported with them. Each library has the functions that torch's own libraries call
-(cuda_functions.txt), and all of them return an error. pip prefers the versions of these wheels, such as 8.9.2.26+none, to
-the versions of the index.
+(cuda_functions.txt), and all of them return an error. pip prefers the versions of these wheels, such as 8.9.2.26+none,
+to the versions of the index.
 """
 
 import re

@@ -43,10 +43,10 @@ class Disk:
             self.counts = False
 
     def check_single_failures(self, prepare, scenario, read, step=1):
-        """Checks that a scenario has the same results whichever of its calls fails once.
+        """Asserts that a scenario has the same results whichever of its calls fails once.
 
-        prepare(): called before each run; its result is the argument of the scenario.
-        read(): called after each run; its result is compared, too.
+        prepare: a function that is called before each run. Its result is the argument of the scenario.
+        read: a function that is called after each run. Its result is compared, too.
         step: only every step-th call fails.
         """
 
@@ -67,7 +67,7 @@ class Disk:
             assert found == expected, f"{self.calls[number]} fails once"
 
     def lose(self, end):
-        """From now on, each call for a path with this end fails."""
+        """Makes all later calls for paths with this ending fail."""
         self.monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
         self.lost = end
 

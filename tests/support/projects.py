@@ -1,6 +1,4 @@
-"""Temporary copies of the checkout for tests of the launcher, with or without the real training
-program.
-"""
+"""Makes temporary copies of the checkout for tests of the launcher, with or without the real training program."""
 
 import hashlib
 import json
@@ -26,7 +24,6 @@ STACK = os.environ.get("MAMBA_FSDP_TEST_STACK", "cpu")
 
 # A training program that only counts steps. Its end depends on the environment: FAKE=storage|deaf|held (the first start
 # waits at step 10 for a request to stop), a file `fail` in the run folder, and FAKE_COMMIT_SECONDS, the duration of a save.
-# FOR_EVER is a number of steps that takes longer than any test.
 FAKE_TRAINING = r"""
 import json, os, resource, signal, sys, time
 from pathlib import Path
@@ -114,7 +111,7 @@ writer.finish()
 (out / "asked").write_text(" ".join(sys.argv[1:]))
 """
 
-MANY_STEPS = "--num_steps=1000000"  # more steps than any machine takes during a test
+MANY_STEPS = "--num_steps=1000000"  # more steps than any machine can take during a test
 
 
 def make_project(folder, training=FAKE_TRAINING):

@@ -25,11 +25,10 @@ from mamba_fsdp.trainer.step_stats import sum_over_ranks
 from tests.support.ports import rank_environment
 
 RATE = 0.01
-# The numbers of rows of its matrices are not divisible by the number of ranks.
+# A model whose matrices have numbers of rows that no number of ranks divides.
 SMALL = ModelConfig(d_model=21, d_state=3, vocab_size=50, pad_vocab_size_multiple=1, n_layer=3)
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = (
-    "1"  # a rank is a daemon, and can't have child processes
-)
+# A rank is a daemon and can't have child processes, so Inductor must compile in the rank itself.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # The server of forkserver imports torch once, so that each rank starts quickly.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(

@@ -39,7 +39,7 @@ MAMBA3 = model_config(
 )
 
 
-# The config.json of a model that state-spaces has published.
+# The config.json of Bamba-9B, in the format of state-spaces.
 BAMBA = {
     "d_model": 4096,
     "d_intermediate": 14336,

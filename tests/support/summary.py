@@ -27,8 +27,8 @@ MUST_RUN_ON_CI = [
     "cpu: kernels",
     "torch2.2: ",
 ]
-# These tests can be skipped on it, because the pinned stack lacks features of newer ones. An image is built only if its
-# files have changed.
+# The machine of CI skips tests for these reasons, too: the pinned stack lacks features of newer ones, and an image is built
+# only if its files have changed.
 MAY_BE_SKIPPED_ON_CI = [
     "the same files as in the last real build",
     "torch 2.2's operator takes no bounds of tensors without content",

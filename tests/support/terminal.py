@@ -1,4 +1,4 @@
-"""A pseudo-terminal for tests of the output of a program, and of its reaction to a closing terminal."""
+"""Provides a pseudo-terminal, for tests of a program's output and of its reaction to a closing terminal."""
 
 import codecs
 import fcntl

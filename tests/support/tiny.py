@@ -19,7 +19,7 @@ TINY = {
     "kernels": "reference",
 }
 
-# A layer of each family of hybrids whose sequences can be shared by ranks.
+# A hybrid with layers of all families whose sequences can be divided among ranks.
 HYBRID = {
     "layers": "mamba1,mamba2/attention+mlp,mlp,mamba3+mlp",
     "n_layer": 4,
@@ -46,7 +46,7 @@ def format_arguments(settings):
 
 
 def resolved(file=None, **given):
-    """Returns the resolved settings of a run. The arguments are settings as a user writes them."""
+    """Returns the resolved settings of a run. The keyword arguments are settings as a user writes them."""
     words = {name: str(value) for name, value in given.items()}
     return resolve_settings(words, file)
 

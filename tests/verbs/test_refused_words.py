@@ -133,11 +133,8 @@ def answers(user_folder, project, tmp_path_factory):
 def test_mistakes_are_one_line_with_the_reason(answers, verb):
     for words, reason in REFUSED[verb].items():
         code, output = answers[f"{verb} {words}".strip()]
-        assert code == 2 and output.startswith("error: ") and reason in output, (
-            words,
-            code,
-            output,
-        )
+        assert code == 2, (words, output)
+        assert output.startswith("error: ") and reason in output, (words, output)
         assert len(output.splitlines()) == 1, output
 
 

@@ -17,7 +17,7 @@ import time
 import tests.support.nullgpu.training  # noqa: F401 - the imports of all programs
 from tests.support import forked
 
-MAX_SECONDS = 900  # after this time, a program hangs
+MAX_SECONDS = 900  # a program that takes longer is considered to hang
 
 
 def run(programs):

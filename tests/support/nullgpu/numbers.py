@@ -41,9 +41,8 @@ def documents(cls, seq_idx):
 
 def replace():
     """Makes the replacements in this process."""
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # torch warns that the operator has an implementation
+    # torch warns that this operator already has an implementation.
+    with warnings.catch_warnings(action="ignore"):
         OVERRIDES.impl("_local_scalar_dense", one, "CUDA")
     torch.nn.parallel.distributed._verify_param_shape_across_processes = lambda *_: None
     LayerCheck.compare = compare
