@@ -39,17 +39,17 @@ DAMAGES = {  # {part of the message: (file, function that damages it, further ar
 }
 
 
-@pytest.mark.parametrize("words", DAMAGES)
-def test_a_broken_checkpoint_is_named_and_an_older_one_used(run, words):
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_broken_checkpoint_is_named_and_an_older_one_used(run, message):
     """A damaged checkpoint is reported with its folder and file, and the run resumes from an older one. If the user
     requests the damaged checkpoint, an error is raised."""
     make_checkpoints(run, [1, 2])
-    name, damage, *how = DAMAGES[words]
+    name, damage, *how = DAMAGES[message]
     damage(run / "checkpoints/step_00000002" / name, *how)
     reports = []
     assert newest(run, reports.append).name == "step_00000001"
-    assert len(reports) == 1 and "step_00000002 is broken" in reports[0] and words in reports[0]
-    assert words in "".join(problems(run / "checkpoints/step_00000002"))
+    assert len(reports) == 1 and "step_00000002 is broken" in reports[0] and message in reports[0]
+    assert message in "".join(problems(run / "checkpoints/step_00000002"))
     with pytest.raises(UserError, match="step_00000002 is broken"):
         find_checkpoint(run / "checkpoints/step_00000002", WORLD)
 
@@ -127,7 +127,8 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype):
     checkpointer = open_run(run)
     assert checkpointer.resume(verified).contents.state == {"step": 1}
     read = parts_of(dtype)
-    read[0].data[20:30] = 1  # these count as loaded during verification
+    # These elements count as loaded during verification, so `load` must not read them again.
+    read[0].data[20:30] = 1
     checkpoint = assume_verified(checkpointer.last)
     checkpoint.filled["model/a.weight"] = [(50, 60)]
     load(checkpoint, read, WORLD)
@@ -138,7 +139,7 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype):
 
 
 @pytest.mark.parametrize(
-    "old, new, words",
+    "old, new, message",
     [
         (b"model/b@0", b"model/b@1", "it lacks the piece of model/b that starts at 0"),
         (b"model/b@0", b"model/c@0", "it is truncated, or its header is damaged"),
@@ -147,10 +148,10 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype):
         (b"[400, 428]", b"[900, 928]", "it is truncated, or its header is damaged"),
     ],
 )
-def test_a_file_that_was_committed_with_an_odd_header_is_broken(run, old, new, words):
+def test_a_file_that_was_committed_with_an_odd_header_is_broken(run, old, new, message):
     path = make_checkpoints(run, [1]).last / RANK_FILE
     path.write_bytes(path.read_bytes().replace(old, new))
-    with pytest.raises(UserError, match=f"{RANK_FILE} is broken: {words}"):
+    with pytest.raises(UserError, match=f"{RANK_FILE} is broken: {message}"):
         load(assume_verified(path.parent), shards_of(0), WORLD)
 
 
@@ -159,7 +160,7 @@ def tensor_b(shape=(7,), dtype="F32", ranges=1):
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, message",
     [
         ({"files": []}, "a piece is in a file that is not"),
         ({"tensors": tensor_b(dtype="I8")}, "model/b has an unknown dtype or unknown ranges"),
@@ -168,10 +169,10 @@ def tensor_b(shape=(7,), dtype="F32", ranges=1):
         ({"step": 3}, "state.json is of step 3, but"),
     ],
 )
-def test_contents_that_were_committed_but_can_t_be_are_broken(run, changes, words):
+def test_contents_that_were_committed_but_can_t_be_are_broken(run, changes, message):
     path = make_checkpoints(run, [1]).last
     edit(path / "state.json", **changes)
-    with pytest.raises(BrokenCheckpointError, match=f"step_00000001 is broken: .*{words}"):
+    with pytest.raises(BrokenCheckpointError, match=f"step_00000001 is broken: .*{message}"):
         read_contents(path)
 
 
@@ -228,7 +229,7 @@ MANY = {f"c{number}": (2,) for number in range(7)}
 
 
 @pytest.mark.parametrize(
-    "wanted, words",
+    "wanted, message",
     [
         ({"a.weight": (10, 10)}, "the model has no model/b$"),
         ({"a.weight": (10, 10), "b": (7,), "c": (2,)}, "it lacks model/c$"),
@@ -238,7 +239,7 @@ MANY = {f"c{number}": (2,) for number in range(7)}
     ],
     ids=str,
 )
-def test_tensors_that_don_t_fit_are_refused_by_name(run, wanted, words):
+def test_tensors_that_don_t_fit_are_refused_by_name(run, wanted, message):
     target = [Shard(name, shape, 0, torch.zeros(shape).view(-1)) for name, shape in wanted.items()]
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         load(assume_verified(make_checkpoints(run, [1]).last), target, WORLD)

@@ -28,7 +28,8 @@ def test_replicas_together_write_every_element_once(count, replicas, turn):
 
 @given(st.integers(1, 9), st.integers(0, 50))
 def test_small_tensors_take_turns(replicas, first):
-    """If there are as many small tensors as replicas, each replica writes one of them."""
+    """Small tensors are distributed evenly: of as many small tensors as there are replicas, each replica writes
+    one."""
     writers = [
         index
         for turn in range(first, first + replicas)
@@ -47,7 +48,7 @@ def starts_of(lengths):
 
 @given(CUTS, st.integers(0, 80), st.integers(0, 80))
 def test_any_range_is_put_together_from_any_cut(lengths, start, length):
-    """Reading [start, stop) from pieces gives the same as slicing the whole tensor."""
+    """find_overlaps finds the pieces that a range consists of, wherever the tensor was divided."""
     starts = starts_of(lengths)
     whole = torch.arange(sum(lengths))
     assert ranges.is_partition(starts, len(whole))
@@ -80,7 +81,7 @@ def test_ranks_tell_in_any_order_how_every_tensor_was_cut(cuts, chance):
     Tensors with equal pieces share an entry, a rank without a piece is not listed in it, and a missing piece is an
     error.
     """
-    pieces = np.zeros((8, len(cuts), 2), dtype=np.int64)  # (start, count) of each rank
+    pieces = np.zeros((8, len(cuts), 2), dtype=np.int64)  # (start, count) by rank and tensor
     expected = []
     for number, lengths in enumerate(cuts):
         writers = chance.sample(range(8), len(lengths))

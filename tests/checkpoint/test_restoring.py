@@ -58,7 +58,7 @@ LAYOUTS = {  # {number of ranks: the settings of `build` with which these ranks 
 
 
 def save_each(world, run):
-    ranges.MIN_PIECE_SIZE = 8  # small enough to divide these tensors among replicas
+    ranges.MIN_PIECE_SIZE = 8  # otherwise these tensors are too small to be divided among replicas
     return [save(world, run / str(number), *how) for number, how in enumerate(SAVES)]
 
 
@@ -106,14 +106,14 @@ SHARDED = {"strategy": "fsdp"}
 @pytest.mark.slow
 @pytest.mark.pinned
 def test_each_stack_reads_the_others_checkpoints(run, pythons, project):
-    """torch 2.2 with FSDP1 and the newest torch with FSDP2 restore the checkpoints of each other bitwise."""
+    """Checkpoints of torch 2.2 with FSDP1 are restored bitwise by the newest torch with FSDP2, and vice versa."""
     program = run.parent / "program.py"
     program.write_text(PROGRAM)
     pinned = run / "pinned"
     newest = run / "newest"
     saved = run_ranks(2, save, pinned, SHARDED, True)[0]
-    words = [pythons["newest"], program, pinned, newest]
-    subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": str(project)})
+    command = [pythons["newest"], program, pinned, newest]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(project)})
     assert equal(saved, torch.load(f"{pinned}.read", weights_only=True))
     saved = torch.load(f"{newest}.saved", weights_only=True)
     assert equal(saved, run_ranks(2, read, newest, SHARDED)[0][1])

@@ -124,7 +124,7 @@ def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypat
     checkpointer.save(1, shards_of(1), {})
     checkpointer.wait_for_copies()
     checkpointer.wait()
-    whole_blocks = 448 + 64  # each tensor begins at a multiple of 64
+    whole_blocks = 448 + 64  # bytes; each tensor begins at a multiple of 64
     cuda.cudart().cudaHostRegister.assert_called_once_with(mock.ANY, whole_blocks, 0)
     cuda.Stream().wait_stream.assert_called_once_with(cuda.current_stream())
     order = ["Stream().wait_stream", "stream().__enter__", "copy", "Event().record"]
@@ -155,17 +155,17 @@ def fill_up(old, new, real=os.replace):
 
 
 @pytest.mark.parametrize(
-    "call, disk, words",
+    "call, disk, message",
     [
         ("fsync", garble, "step 1 could not be saved in .*: rank 0 .*data read back differs from"),
         ("replace", fill_up, "No space left"),
     ],
 )
 def test_what_the_disk_does_not_hold_is_loud_and_never_committed(
-    run, monkeypatch, call, disk, words
+    run, monkeypatch, call, disk, message
 ):
     monkeypatch.setattr(os, call, disk)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         make_checkpoints(run, [1])
     assert list_names(run) == []
 

@@ -87,7 +87,7 @@ def test_the_held_out_share_is_of_tokens_and_does_not_depend_on_batches(lengths,
     holdout = Holdout(fraction, {"bytes": 4 * total}, 0)
 
     def held_out(edges):
-        """Returns whether each token is held out, if the batches end at these tokens."""
+        """Returns, for each token, whether it is held out if the batches end at these positions."""
         parts = []
         start = open_tokens = 0
         for edge in edges:
@@ -200,9 +200,9 @@ command_line.run(get_dataset.main, get_dataset.page)
 @pytest.mark.slow
 def test_ctrl_c_ends_an_import_at_once_and_the_same_command_resumes(prepare, tmp_path, texts):
     write_records(tmp_path / "a.jsonl", texts)
-    words = ["a.jsonl", "out", "--tokenizer=train:300"]
+    arguments = ["a.jsonl", "out", "--tokenizer=train:300"]
     process = subprocess.Popen(
-        [sys.executable, "-c", HELD, *words],
+        [sys.executable, "-c", HELD, *arguments],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(PROJECT)},
         stderr=subprocess.PIPE,

@@ -230,7 +230,7 @@ def test_a_step_is_split_by_rank_then_micro_batch_then_position(ranks, given, ex
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, BatchShape(1, 4, 1, 3)),  # there were 6 ranks on 3 nodes
+        ({}, BatchShape(1, 4, 1, 3)),  # 3 nodes had 6 ranks, each with a micro-batch of 2 samples
         ({"global_batch_size": 24}, BatchShape(1, 4, 2, 3)),
     ],
 )

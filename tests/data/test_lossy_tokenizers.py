@@ -81,17 +81,17 @@ def imported(prepare, folder, tokenizer, **given):
 
 @pytest.mark.parametrize("case", REPORTED)
 def test_a_warning_reports_what_a_tokenizer_loses_or_adds(case, prepare, tmp_path, capsys):
-    tokenizer, words = REPORTED[case]
+    tokenizer, message = REPORTED[case]
     imported(prepare, tmp_path, saved(tmp_path / "tokenizer", tokenizer))
     output = capsys.readouterr().out
-    assert re.search(words, output)
-    assert ("warning:" in output) == ("warning:" in words)
+    assert re.search(message, output)
+    assert ("warning:" in output) == ("warning:" in message)
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_tokenizer_that_loses_most_of_the_text_is_refused(case, prepare, tmp_path):
-    tokenizer, words = REFUSED[case]
-    with pytest.raises(UserError, match=words):
+    tokenizer, message = REFUSED[case]
+    with pytest.raises(UserError, match=message):
         imported(prepare, tmp_path, saved(tmp_path / "tokenizer", tokenizer))
 
 

@@ -69,7 +69,7 @@ FILES = {
     "spm/tokenizer.model": b"",
     "tiktoken/a.tiktoken": b"",
 }
-TABLES = {  # tables with tokens of other programs, saved by `datasets`
+TABLES = {  # {name: columns} of tables with token ids of other programs, which `datasets` saves
     "null": {"tokens": [[5, None]]},
     "labels": {"input_ids": [[5, 6], [7]], "labels": [[-100, 6], [7]]},
     "mask": {"input_ids": [[5, 6], [7]], "attention_mask": [[1, 0], [1]]},
@@ -183,10 +183,10 @@ def inputs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_one_line(inputs, tmp_path, monkeypatch, answer, words):
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_a_mistake_is_one_line(inputs, tmp_path, monkeypatch, answer, arguments):
     monkeypatch.chdir(inputs)
-    typed = shlex.split(words.replace(" out", f" {tmp_path}/out"))
+    typed = shlex.split(arguments.replace(" out", f" {tmp_path}/out"))
     code, _, errors = answer(get_dataset, *typed)
-    assert code == 2 and MISTAKES[words] in errors
+    assert code == 2 and MISTAKES[arguments] in errors
     assert errors.count("\n") == 1 and errors.startswith("error: ")

@@ -88,13 +88,8 @@ def test_a_position_of_other_data_is_refused():
         "seed is 1, but .* saved with seed 0": (sources, weights, 8, 1, state),
         "seq_length is 16, but .* seq_length 8": (sources, weights, 16, 0, state),
         "source 's1' contains other data": (other, weights, 8, 0, state),
-        "source 's1' contains .* when": (
-            other,
-            weights,
-            8,
-            0,
-            later,
-        ),  # a source that was removed for some time
+        # This source was removed from the mixture for some time.
+        "source 's1' contains .* when": (other, weights, 8, 0, later),
     }.items():
         with pytest.raises(UserError, match=message):
             Sampler(*changed)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch22
 EOS = 0
 BOS = 1
 LONG = [3 + number % 50 for number in range(40_000)]
-# The smallest vocabulary for which two bytes per token are not enough.
+# This vocabulary is the smallest one for which two bytes per token are not enough.
 IDS = {"tokenizer": "none", "eos_token": str(EOS), "vocab_size": 65_537}
 IDS["strip_tokens"] = [str(BOS)]
 # (a document in the input, the document in the store or None if it is left out)
@@ -89,7 +89,7 @@ def test_datalayout_documents_longer_than_its_positions(
     """A DataLayout document with more tokens than its 14-bit positions can count is read as one document, wherever
     its positions overflow."""
     monkeypatch.setattr(token_files, "WINDOW", window)
-    exact = [*([5] * 16_383), EOS]  # has as many tokens as there are positions
+    exact = [*([5] * 16_383), EOS]  # 2 ** 14 tokens, as many as there are positions
     documents = [[5, EOS], LONG, exact, [7, 8, EOS], LONG[:16_385]]
     write_layout(tmp_path / "a.npy", documents, wraps)
     prepare(tmp_path / "a.npy", tmp_path / "out", **{**IDS, "vocab_size": 65_536})

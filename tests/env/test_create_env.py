@@ -60,10 +60,10 @@ def create(project, tmp_path, monkeypatch, request):
         *stub(tmp_path / "room", "df", "echo head; echo 'disk 9 0 99000000 0% /'").popitem()
     )
 
-    def run(*words, **environment):
+    def run(*arguments, **environment):
         if "PYTHON" not in environment:
             environment["PYTHON"] = request.getfixturevalue("quick_python")
-        return run_program("./0.create_env.sh", *words, cwd=tmp_path, **environment)
+        return run_program("./0.create_env.sh", *arguments, cwd=tmp_path, **environment)
 
     return run
 
@@ -107,7 +107,7 @@ B200 = "10.0"
 
 
 @pytest.mark.parametrize(
-    "cuda, gpu, words, stack, warning",
+    "cuda, gpu, arguments, stack, warning",
     [
         ("13.0", H100, (), "current", ""),
         ("12.4", H100, (), "torch2.2", ""),
@@ -117,7 +117,7 @@ B200 = "10.0"
         ("11.4", H100, ("--stack=cpu",), "cpu", ""),
     ],
 )
-def test_the_stack_fits_the_driver(create, tmp_path, cuda, gpu, words, stack, warning):
+def test_the_stack_fits_the_driver(create, tmp_path, cuda, gpu, arguments, stack, warning):
     """The default stack is the newest one that the NVIDIA driver supports. If the driver is too old for a given
     stack, a warning is printed. The CUDA version that a stack needs is read from its requirements.
 
@@ -129,7 +129,7 @@ def test_the_stack_fits_the_driver(create, tmp_path, cuda, gpu, words, stack, wa
     header = f"| NVIDIA-SMI 550.54.15   Driver Version: 550.54.15   CUDA Version: {cuda}     |"
     body = f'case $* in *compute_cap*) echo {gpu} ;; *) echo "{header}" ;; esac'
     environment = stub(tmp_path / "driver", "nvidia-smi", body)
-    done = create(*words, PYTHON="/nowhere/python3", **environment)
+    done = create(*arguments, PYTHON="/nowhere/python3", **environment)
     if stack:
         assert done.stdout.startswith(f"making .venv for the {stack} stack")
         assert "error: no Python 3.10" in done.stderr and "apt-get install" in done.stderr

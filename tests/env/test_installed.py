@@ -38,8 +38,8 @@ def test_it_trains_and_loads_from_another_folder(installed, tmp_path):
         text = f"Once there were {name} words, and they were told again. " * 20
         (tmp_path / "texts" / f"{name}.txt").write_text(text)
     for command in COMMANDS:
-        words = shlex.split(command)
-        done = run_program(installed / "bin/mamba-fsdp", *words, cwd=tmp_path)
+        arguments = shlex.split(command)
+        done = run_program(installed / "bin/mamba-fsdp", *arguments, cwd=tmp_path)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     code = "import mamba_fsdp; print(mamba_fsdp.__file__); mamba_fsdp.load('runs/a')"
     done = run_program(installed / "bin/python", "-c", code, cwd=tmp_path)

@@ -41,7 +41,7 @@ from tests.support.foreign_tokens import write_fms, write_layout
 from tests.support.small_models import CONFIGS, random_state, write_ours
 
 ROUNDS, SEED = int(os.environ.get("FUZZ_ROUNDS", 30)), int(os.environ.get("FUZZ_SEED", 0))
-# The limits of processor time and memory for reading a file of some kilobytes.
+# Limits of processor time in seconds and of additional memory in bytes, for reading a file of some kilobytes.
 SECONDS, MEMORY = 20, 2 << 30
 DOCUMENTS = [[1, 2, 3], list(range(1, 40)), [5] * 7]
 ODD = [
@@ -186,7 +186,8 @@ def mutated(content, random):
         return content[:at] + content[at + length :]
     if kind == 2:
         return content[:at] + random.randbytes(length) + content[at:]
-    if kind == 3:  # because headers contain sizes
+    # Headers begin with sizes, so the first bytes are changed more often than others.
+    if kind == 3:
         at = random.randrange(16)
         return content[:at] + random.randbytes(8) + content[at + 8 :]
     if kind == 4:
@@ -266,7 +267,7 @@ def test_any_file_gives_a_result_or_a_line(name, tmp_path, monkeypatch):
     files = sorted(path.relative_to(original) for path in original.rglob("*") if path.is_file())
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     shutil.copytree(original, folder)
-    read(folder)  # it can be read before the mutation
+    read(folder)  # raises no error before the first mutation
     refused = 0
     for seed in range(SEED, SEED + ROUNDS):
         shutil.rmtree(folder)

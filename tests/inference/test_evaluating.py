@@ -105,12 +105,13 @@ def test_data_with_another_tokenizer_or_vocabulary_is_an_error(model, run, tmp_p
 
 @pytest.mark.slow
 def test_two_ranks_give_the_same_numbers_as_one(in_user_folder, run):
-    """With --json, stdout contains only JSON, and stderr the table."""
-    words = [str(in_user_folder / "runs/demo"), str(in_user_folder / STORE)]
-    words += ["--seq_length=16", "--stride=5", "--batch_size=2", "--limit=40", "--json"]
-    _, alone, table = run(*words)
-    assert f"model          {words[0]}" in table and "\nloss           " in table
-    together = forked.run_ranks(2, ["evaluate", *words], program=("-m", "mamba_fsdp"))
+    """Two ranks have the results of one rank. With --json, stdout contains only JSON, and the table is printed to
+    stderr."""
+    arguments = [str(in_user_folder / "runs/demo"), str(in_user_folder / STORE)]
+    arguments += ["--seq_length=16", "--stride=5", "--batch_size=2", "--limit=40", "--json"]
+    _, alone, table = run(*arguments)
+    assert f"model          {arguments[0]}" in table and "\nloss           " in table
+    together = forked.run_ranks(2, ["evaluate", *arguments], program=("-m", "mamba_fsdp"))
     found = []
     for output in (alone, together[together.index("{\n") :]):
         ((_, result),) = json.loads(output)["data"].items()

@@ -92,9 +92,9 @@ def test_a_change_of_method_evaluates_again(in_user_folder, call, tmp_path):
         shutil.copytree(in_user_folder / "data/builtin/validation", store)
     run = shutil.copytree("runs/demo", tmp_path / "run")
 
-    def measured(store, *words):
+    def measured(store, *options):
         code, output = call(
-            evaluate, run, store, "--follow", "--limit=2", "--seq_length=32", *words
+            evaluate, run, store, "--follow", "--limit=2", "--seq_length=32", *options
         )
         assert code == 0, output
         return "step 4: " in output

@@ -33,7 +33,8 @@ TASKS = {
     },
     "ours_until": {
         "output_type": "generate_until",
-        "doc_to_text": "def return {{text}}",  # lm-eval's hf model does not support an empty prompt
+        # The prompt is never empty, because lm-eval's hf model does not support this.
+        "doc_to_text": "def return {{text}}",
         "doc_to_target": "{{choices[0]}}",
         "generation_kwargs": {"until": ["\n", "line_1"], "max_gen_toks": 20},
         "metric_list": [{"metric": "exact_match"}],
@@ -126,8 +127,8 @@ def test_answers_equal_the_hf_model_on_the_export(in_user_folder, task_files, pr
     ours = answers(
         name, batch_size=5, model_args=f"pretrained=runs/demo,max_length={WINDOW}", **how
     )
-    words = f"pretrained=exported/demo,max_length={WINDOW}"
-    assert_same(ours, answers("hf", batch_size=3, model_args=words, **how))
+    model_args = f"pretrained=exported/demo,max_length={WINDOW}"
+    assert_same(ours, answers("hf", batch_size=3, model_args=model_args, **how))
 
 
 def test_the_arguments_are_named_like_hf(in_user_folder):
@@ -152,22 +153,26 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("words", MISTAKES)
-def test_mistakes_are_errors_of_one_line(run, task_files, words):
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_mistakes_are_errors_of_one_line(run, task_files, arguments):
     tokenizer.train(map(str, range(3000)), 400).save(Path("of_400"))
     Path("number").mkdir(exist_ok=True)
     Path("number", "a.yaml").write_text("task: 5")
     Path("number", "b.yaml").write_text("task: name")
-    given = words.split()
-    if "--include_path" not in words:
+    given = arguments.split()
+    if "--include_path" not in arguments:
         given.append(f"--include_path={task_files}")
     code, _, err = run("runs/demo", *given)
-    assert code == 2 and MISTAKES[words] in err.splitlines()[-1]
+    assert code == 2 and MISTAKES[arguments] in err.splitlines()[-1]
 
 
 def test_results_are_printed_and_written(run, task_files):
-    words = [f"--tasks={','.join(TASKS)}", f"--include_path={task_files}", f"--seq_length={WINDOW}"]
-    code, out, err = run("runs/demo", *words, "--limit=3", "--num_fewshot=2")
+    arguments = [
+        f"--tasks={','.join(TASKS)}",
+        f"--include_path={task_files}",
+        f"--seq_length={WINDOW}",
+    ]
+    code, out, err = run("runs/demo", *arguments, "--limit=3", "--num_fewshot=2")
     assert code == 0
     for text in ("runs/demo/checkpoints/step_00000004", "|ours_choice ", "|exact_match", "±"):
         assert text in out
@@ -176,14 +181,14 @@ def test_results_are_printed_and_written(run, task_files):
     assert found["n-samples"]["ours_until"]["effective"] == 3
     assert found["n-shot"]["ours_choice"] == 2
     assert str(kept) in err
-    code, out, _ = run("exported/demo", *words, "--json")
+    code, out, _ = run("exported/demo", *arguments, "--json")
     found = json.loads(out)
     assert code == 0 and set(found["results"]) == set(TASKS)
     assert (
         found["n-samples"]["ours_until"]["effective"] == 7 and found["n-shot"]["ours_choice"] == 1
     )
     assert not list(Path("exported/demo").glob("lm_eval_*"))
-    code, out, _ = run("runs/demo", *words, "--limit=3", "--num_fewshot=2", "--follow")
+    code, out, _ = run("runs/demo", *arguments, "--limit=3", "--num_fewshot=2", "--follow")
     *_, line = read_entries(Path("runs/demo/evaluations") / f"{','.join(TASKS)}.jsonl")
     assert code == 0 and line["step"] == 4 and "\ncomplete   runs/demo is finished" in out
 

@@ -81,7 +81,7 @@ ODD = [  # (layers, settings, class of transformers) with unusual sizes and sett
     ("gdn+mlp,attention+mlp", f"rotary_dim=4 ngroups=2 {QWEN}", "Qwen3_5ForCausalLM"),
     ("gdn+mlp,attention+mlp", f"rotary_dim=8 tie_embeddings=true {QWEN}", "Qwen3_5ForCausalLM"),
 ]
-GDN_LENGTHS = (1, 64, 101)  # shorter than a chunk, one chunk, and several chunks
+GDN_LENGTHS = (1, 64, 101)  # less than a chunk, one chunk, and more than a chunk
 
 
 def config_of(layers, settings):
@@ -168,10 +168,12 @@ def test_a_family_is_the_same_model_in_the_class_that_docs_name(
     assert type(theirs).__name__ == class_name
     ours = model_of(config, state.get, torch.float64)
     lengths = (37,)
-    with monkeypatch.context() as exact:  # makes casts to fp32 in transformers cast to float64
+    # In this block, transformers casts to float64 where it would cast to fp32.
+    with monkeypatch.context() as exact:
         stand_in = types.SimpleNamespace(**vars(torch) | {"float32": torch.float64})
         exact.setattr(sys.modules[type(theirs).__module__], "torch", stand_in)
-        if config.has_mixer("gdn"):  # Gated DeltaNet increases the rounding errors of other layers
+        # Gated DeltaNet increases the rounding errors of other layers, so they also compute in float64.
+        if config.has_mixer("gdn"):
             lengths = GDN_LENGTHS
             exact.setattr(torch.Tensor, "float", torch.Tensor.double)
         for length in lengths:
@@ -198,8 +200,8 @@ def test_an_export_that_its_class_can_t_use_is_removed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(transformers.MambaForCausalLM, "generate", fail)
     ours = write_ours(tmp_path / "ours", config_of("mamba1", ""))
-    words = r"MambaForCausalLM of transformers .*generating .* RuntimeError \(no cache of this kind\); --trial=false"
-    with pytest.raises(UserError, match=words):
+    message = r"MambaForCausalLM of transformers .*generating .* RuntimeError \(no cache of this kind\); --trial=false"
+    with pytest.raises(UserError, match=message):
         write_model(ours, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
     assert write_model(ours, tmp_path / "hf", trial=False).exists()

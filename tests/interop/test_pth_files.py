@@ -75,7 +75,8 @@ def test_one_tensor_is_in_memory_at_a_time(path):
     def tensors():
         for number in range(20):
             array = np.full(3, float(number))
-            alive.append(weakref.ref(array))  # the array exists as long as its tensor
+            # The array exists as long as the tensor that shares its memory.
+            alive.append(weakref.ref(array))
             assert sum(reference() is not None for reference in alive) <= 2
             yield torch.from_numpy(array)
 
@@ -146,10 +147,10 @@ REFUSED = {  # {case: (function that writes the file, part of the message)}
 def test_a_file_with_other_objects_is_refused_and_nothing_is_executed(path, monkeypatch, name):
     """A file that is not a dict of tensors is refused without executing code in it. Versions of torch before 2.6 pass
     a TorchScript archive to torch.jit.load, even with weights_only=True."""
-    write, words = REFUSED[name]
+    write, message = REFUSED[name]
     write(path)
     monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("a program was loaded"))
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         PthTensors(path)
     assert not path.with_name("executed").exists()
 

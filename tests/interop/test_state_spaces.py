@@ -65,8 +65,12 @@ def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we
             format="state-spaces",
         )
         torch.save(tokens, tmp_path / "models" / name / "tokens.pt")
-    words = [project / "tests/support/reference_on_cpu.py", mamba_ssm_folder(), tmp_path / "models"]
-    done = run_program(sys.executable, *words, **triton_environment())
+    arguments = [
+        project / "tests/support/reference_on_cpu.py",
+        mamba_ssm_folder(),
+        tmp_path / "models",
+    ]
+    done = run_program(sys.executable, *arguments, **triton_environment())
     assert done.returncode == 0, done.stdout + done.stderr
     for name, config in models.items():
         state = random_state(config)

@@ -85,7 +85,8 @@ def test_sizes_have_lower_bounds():
 
 
 def test_sizes_that_are_derived_from_others():
-    """Two configs of the same model have equal structures, even if one of them gives derived sizes explicitly."""
+    """Sizes that are not given are derived from others. A config that gives these sizes explicitly has the same
+    structure."""
     short = ModelConfig(layers="mamba1+mlp,attention", d_model=200, vocab_size=4090, n_head=10)
     sizes = dict(dt_rank=13, d_ssm=400, d_intermediate=640, vocab_size=4096)
     rotation = dict(head_dim=20, rotary_dim=20)

@@ -7,7 +7,7 @@ from mamba_fsdp.model.config import ModelConfig
 from mamba_fsdp.model.presets import PRESETS, model_title, preset
 from mamba_fsdp.model.spec import flops_per_token, operator_uses, parameter_count
 
-PUBLISHED = {  # number of parameters in the released checkpoints
+PUBLISHED = {  # {preset: number of parameters in the released checkpoint}
     "mamba-130m": 129_135_360, "mamba-370m": 371_516_416, "mamba-790m": 793_204_224, "mamba-1.4b": 1_372_178_432,
     "mamba-2.8b": 2_768_345_600, "mamba2-130m": 128_989_632, "mamba2-2.7b": 2_702_599_680, "llama2_7b": 6_738_415_616,
     "llama2_13b": 13_015_864_320, "llama2_34b": 33_743_970_304, "llama2_70b": 68_976_648_192,

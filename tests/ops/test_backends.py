@@ -31,13 +31,13 @@ needs_c = pytest.mark.skipif(bool(cpp.why_unavailable()), reason="no C compiler"
 
 @pytest.fixture
 def install(monkeypatch):
-    """Returns a function install(names), which makes the packages in `names` importable, and all other packages of
-    PACKAGES not."""
+    """Returns a function install(packages), which makes these packages importable, and all other packages of PACKAGES
+    not."""
 
-    def install(words):
+    def install(packages):
         for package, names in PACKAGES.items():
             for name in names:
-                module = types.ModuleType(name) if package in words.split() else None
+                module = types.ModuleType(name) if package in packages.split() else None
                 monkeypatch.setitem(sys.modules, name, module)
 
     return install

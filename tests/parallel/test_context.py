@@ -18,11 +18,11 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.torch22
 
-# {length: positions at which documents start in each of two rows}. They cover starts at the boundary between two ranks,
-# directly after it, elsewhere, and a row without a start.
+# {length: positions at which documents start in each of two rows}. Documents start at the boundary between two ranks,
+# directly after it, and elsewhere. In one row no document starts.
 STARTS = {2: ([1], [5]), 37: ([10, 13, 19, 36], [27]), 64: ([16, 32, 47], [99])}
-# {number of ranks: [(family, length, with documents, how blocks run)]}. Recomputed and compiled cases must come last,
-# because they change the modules for the rest of the process.
+# {number of ranks: [(family, sequence length, whether documents are reset, how blocks run)]}. Recomputed and compiled
+# cases must come last, because they change modules of the process.
 CASES = {
     3: [(family, 37, False, "eager") for family in ("everything", "mamba3", "hybrids")]
     + [(family, 37, True, "eager") for family in ("everything", "mamba3", "hybrids")]

@@ -23,10 +23,8 @@ def patched(tmp_path_factory):
 
 @pytest.fixture(
     scope="session",
-    params=[
-        PATCHED,
-        pytest.param("3.6.0", marks=pytest.mark.slow),
-    ],  # the versions of the two stacks
+    # The versions of Triton in the two stacks.
+    params=[PATCHED, pytest.param("3.6.0", marks=pytest.mark.slow)],
 )
 def triton(request):
     """Returns the environment of a process whose Triton has the rank-0-only writer.
@@ -46,8 +44,8 @@ def finish(process):
 
 
 class Cluster:
-    """Starts ranks (triton_rank.py) that share a home folder below `folder`, and therefore the cache, and reads the
-    files that they leave."""
+    """Starts ranks (triton_rank.py) that share a home folder below `folder`, and thereby Triton's cache. Lists the
+    files that they write."""
 
     def __init__(self, folder):
         self.folder = folder

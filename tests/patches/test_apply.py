@@ -35,8 +35,8 @@ def test_patch_is_applied_once(pristine):
     assert "put in place" in apply(pristine)[1]
     patched = snapshot(pristine)
     assert apply(pristine, "--check")[0] == 0
-    status, words = apply(pristine)
-    assert status == 0 and "already in place" in words and snapshot(pristine) == patched
+    status, output = apply(pristine)
+    assert status == 0 and "already in place" in output and snapshot(pristine) == patched
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,13 @@ def test_another_version_or_a_changed_module_is_refused(pristine, change):
     """apply.py refuses another version of Triton or a modified module with a reason, and writes nothing."""
     subprocess.run(change, shell=True, check=True, cwd=pristine / "triton")
     before = snapshot(pristine)
-    status, words = apply(pristine)
-    assert status == 1 and words.startswith("error: ") and snapshot(pristine) == before
+    status, output = apply(pristine)
+    assert status == 1 and output.startswith("error: ") and snapshot(pristine) == before
 
 
 def test_a_folder_without_triton_is_refused(tmp_path):
-    status, words = apply(tmp_path)
-    assert status == 1 and "holds no Triton" in words
+    status, output = apply(tmp_path)
+    assert status == 1 and "holds no Triton" in output
 
 
 @pytest.mark.slow
@@ -70,8 +70,9 @@ def test_newer_triton_gets_the_class_only(tmp_path):
     shutil.copytree(fetch(NEWEST) / "triton/runtime", tmp_path / "triton/runtime")
     shutil.copy(fetch(NEWEST) / "triton/__init__.py", tmp_path / "triton")
     before = snapshot(tmp_path)
-    status, words = apply(tmp_path)
+    status, output = apply(tmp_path)
     assert (
-        status == 0 and "TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager" in words
+        status == 0
+        and "TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager" in output
     )
     assert {path.name for path in set(snapshot(tmp_path)) - set(before)} == {"rank0_cache.py"}

@@ -60,7 +60,8 @@ READ_ONLY = 'mount --bind "$HOME" "$HOME"; mount -o remount,bind,ro "$HOME"; "$@
 
 
 def test_read_only_folder(patched, cluster):
-    """A read-only cache is still read. Missing kernels are compiled privately, also by rank 0, with a warning."""
+    """A rank can read a cache in a read-only folder. It compiles missing kernels privately, and rank 0 prints a
+    warning."""
     namespace = ["unshare", "--user", "--map-root-user", "--mount"]
     if subprocess.run([*namespace, "true"], capture_output=True).returncode:
         pytest.skip("mount namespaces are not allowed here, so no folder can be made read-only")
@@ -77,8 +78,8 @@ def test_read_only_folder(patched, cluster):
 
 
 def test_corrupt_group_file(patched, cluster):
-    """An invalid group file is ignored, and the next compilation of rank 0 replaces it. Files with the same content
-    are not written again, because other processes can have them mapped."""
+    """An invalid group file is ignored, and replaced by the next compilation of rank 0. Files whose content would not
+    change are not written again, because other processes can have mapped them into memory."""
     cluster.run(patched, pose(0, kernels=["k"]), RANK="0")
     (group,) = [path for path in cluster.files() if path.name.startswith("__grp__")]
     inodes = {path: path.stat().st_ino for path in cluster.files() if path != group}
@@ -114,6 +115,6 @@ def test_the_environment_decides_which_rank_writes(patched, cluster, environment
 
 
 def test_unknown_scope_is_refused(patched, cluster):
-    """An invalid scope is an error that lists the valid ones."""
+    """An unknown value of TRITON_RANK0_SCOPE is an error that lists the known values."""
     rank = cluster.start(patched, pose(0, kernels=["k"]), TRITON_RANK0_SCOPE="nodes")
     assert "set it to global" in rank.communicate()[1]

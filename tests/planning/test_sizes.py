@@ -35,7 +35,8 @@ NARROW = replace(
 
 
 def size_of(width):
-    """Returns a size with 1,000 parameters per unit of width and 10 million tokens. Widths above 1,000 do not fit."""
+    """Returns a size with 1,000 parameters per unit of width, for 10 million tokens. Widths above 1,000 do not fit in
+    memory."""
     parameters = 1000 * width
     expected = SimpleNamespace(
         fits=width <= 1000, parameters=parameters, tokens_per_second=1e4, bytes=2e9

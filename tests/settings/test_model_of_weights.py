@@ -10,8 +10,8 @@ THERE = ModelConfig(d_model=48, n_layer=3, layers="mamba2", headdim=16, vocab_si
 
 
 def take(**given):
-    words = {key: str(value) for key, value in given.items()}
-    config = resolve.resolve_settings({"init_from": "there", **words})
+    texts = {key: str(value) for key, value in given.items()}
+    config = resolve.resolve_settings({"init_from": "there", **texts})
     return resolve.adopt_model(config, THERE, "init_from there").model
 
 

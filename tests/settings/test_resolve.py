@@ -27,7 +27,7 @@ def refused(config_file=None, **given_words):
     return str(caught.value)
 
 
-def words(text):
+def parse_settings(text):
     """Returns {name: value} of a text "name=value name=value"."""
     return dict(word.split("=", 1) for word in text.split())
 
@@ -118,7 +118,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("given", MISTAKES)
 def test_mistakes_are_refused_with_the_reason(given):
-    assert MISTAKES[given] in refused(**words(given))
+    assert MISTAKES[given] in refused(**parse_settings(given))
 
 
 # {setting: (settings with which it has no effect, settings with which it has an effect)}, for each possible condition.
@@ -162,10 +162,10 @@ def test_the_table_has_a_setting_of_each_need():
 def test_a_setting_without_effect_is_refused(given, tmp_path):
     """A setting that has no effect because of other settings is an error. If it is a setting of the model, it is only
     reported, because one command line can be used for several models."""
-    without_effect, with_effect = map(words, INEFFECTIVE[given])
+    without_effect, with_effect = map(parse_settings, INEFFECTIVE[given])
     name = given.partition("=")[0]
     usual = resolve()
-    resolve(**with_effect, **words(given))
+    resolve(**with_effect, **parse_settings(given))
     resolve(**without_effect, **{name: module.format_value(usual.value(name))})
 
     def report_on(*arguments, **given_words):
@@ -173,9 +173,11 @@ def test_a_setting_without_effect_is_refused(given, tmp_path):
             return "".join(resolve(*arguments, **given_words).notes)
         return refused(*arguments, **given_words)
 
-    assert f"{given} has no effect without " in report_on(**without_effect, **words(given))
+    assert f"{given} has no effect without " in report_on(**without_effect, **parse_settings(given))
     file = tmp_path / "own.yaml"
-    lines = [f"{key}: {value}\n" for key, value in {**without_effect, **words(given)}.items()]
+    lines = [
+        f"{key}: {value}\n" for key, value in {**without_effect, **parse_settings(given)}.items()
+    ]
     file.write_text("".join(lines))
     assert re.search(f"{name}=.* has no effect without ", report_on(str(file)))
 
@@ -197,7 +199,7 @@ FITTING = {
 def test_settings_that_were_not_given_are_adjusted_to_given_ones(given):
     """If a given setting does not fit the default of another setting, or its value in the preset, the latter is
     adjusted. A single setting is therefore never refused because of a setting that the user did not give."""
-    assert FITTING[given] in " ".join(resolve(**words(given)).notes)
+    assert FITTING[given] in " ".join(resolve(**parse_settings(given)).notes)
     assert not resolve(layers="attention", head_dim="25").notes
 
 
@@ -237,7 +239,7 @@ def test_resolved_settings_survive_their_own_yaml(tmp_path):
         "datasets=a,b weights=1,3 num_steps=5tok layers=2*mamba1 mixed_precision=fp16",
         "model_name=mamba_9.8b layers=mamba2",
     ):
-        before = resolve(**words(text))
+        before = resolve(**parse_settings(text))
         file.write_text(module.as_yaml(before))
         assert resolve(str(file)) == before
 
@@ -333,10 +335,10 @@ def test_another_experiment_in_the_same_folder_is_refused(first_run):
     """Settings with other data or another model than the run in runs/train are refused, because the folder is the
     default and was not given. If save_ckpt_path is given, they are accepted here."""
     for text in SAME:
-        module.check_run_folder(resolve(**words(text)))
+        module.check_run_folder(resolve(**parse_settings(text)))
     for text, difference in OTHERS.items():
         with pytest.raises(UserError) as caught:
-            module.check_run_folder(resolve(**words(text)))
+            module.check_run_folder(resolve(**parse_settings(text)))
         assert f"runs/train contains another run: {difference}; name a folder" in str(caught.value)
 
 

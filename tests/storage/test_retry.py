@@ -66,7 +66,8 @@ def test_a_permanent_error_is_raised_at_once(slept, capsys):
 
 
 def test_a_missing_file_is_not_confused_with_a_storage_error(tmp_path, monkeypatch):
-    """Links are followed. A folder that can't be listed raises an error instead of an empty list."""
+    """exists, is_file, is_folder and list_names follow symbolic links and accept missing paths. If the storage does not
+    answer, they raise an error instead of treating the path as missing."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "file").write_text("1234")
@@ -133,7 +134,8 @@ def test_an_error_of_a_rename_that_succeeded_is_ignored(tmp_path, monkeypatch, s
 
 
 def test_temporary_paths_are_unique_and_found_again(tmp_path):
-    """Files of other programs, and temporary files for other names, are not listed."""
+    """temporary_path returns a new path at each call. list_temporary_paths finds these paths, but not files of other
+    programs or temporary files for other names."""
     hidden = {retry.temporary_path(tmp_path / "a+b") for _ in range(2)}
     others = [retry.temporary_path(tmp_path / other) for other in ("aab", "a+b.c")]
     for path in (*hidden, *others, tmp_path / ".a+b.snapshot"):

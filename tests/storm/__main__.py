@@ -22,7 +22,8 @@ from tests.support.forked import start_ranks
 from tests.support.processes import wait_until
 from tests.support.tiny import TINY, format_arguments
 
-# DDP has three ranks, because the order of a sum matters then. context: fsdp with ranks that share each sequence.
+# {strategy: number of ranks}. DDP has three ranks, because the order of a sum then matters. "context" is FSDP with
+# context parallelism.
 RANKS = {"ddp": 3, "fsdp": 2, "hsdp": 4, "context": 2}
 STEPS = 8
 SETTINGS = {
@@ -37,20 +38,21 @@ SETTINGS = {
     "deterministic": True,
     "num_steps": STEPS,
 }
-SECONDS_TO_END = 400  # the time for ranks to exit after one of them has died, on a busy machine
+SECONDS_TO_END = 400  # limit for the exit of ranks after one of them has died, on a busy machine
 OF_RANK_0 = ("os.rename", "os.remove", "os.mkdir", "publish")
 MOMENTS = ("time", "step", "open", *OF_RANK_0)
-MAX_COUNTS = {"step": 5, "open": 60, "os.remove": 20, "publish": 6}  # other moments: 8
+# {kind of moment: largest n}. For other kinds it is 8.
+MAX_COUNTS = {"step": 5, "open": 60, "os.remove": 20, "publish": 6}
 
 
-def main(words):
+def main(arguments):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--strategies", default=",".join(RANKS))
-    given = parser.parse_args(words)
+    given = parser.parse_args(arguments)
     strategies = given.strategies.split(",")
     print(f"seed {given.seed}: {given.rounds} rounds", flush=True)
     with tempfile.TemporaryDirectory(prefix="storm-") as place:
@@ -119,9 +121,9 @@ class Storm:
         torchrun."""
         settings = self.settings | {"save_ckpt_path": self.folder / run}
         settings["async_checkpoint"] = self.choose.random() < 0.6
-        words = [json.dumps(kill), *format_arguments(settings)]
+        arguments = [json.dumps(kill), *format_arguments(settings)]
         program = ("-m", "tests.storm.rank")
-        ranks = start_ranks(self.ranks, words, program, per_node=self.per_node)
+        ranks = start_ranks(self.ranks, arguments, program, per_node=self.per_node)
         try:
             wait_until(lambda: any(rank.poll() is not None for rank in ranks), "a rank ends")
             if any(rank.poll() for rank in ranks):

@@ -3,11 +3,13 @@ must not change, add or remove a file.
 
     python -m tests.storm.frozen [--all]
 
-A run with one rank and small checkpoints acquires its folder, writes settings, events and metrics, saves step 6, commits,
-prunes, publishes, and releases the folder. The test repeats this and freezes it at another moment each time: before each
-rename, before each file is opened for writing, and after each check of the lease; with --all before every call that
-touches files of the run. In half of the cases the other run has finished when the first one continues; then the moments
-start after the first one has acquired the folder.
+The first run has one rank and small checkpoints. It acquires its folder, writes settings, events and metrics, saves step
+6, commits, prunes, publishes, and releases the folder. This is repeated, and the run is frozen at another moment each
+time: before each rename, before each file is opened for writing, and after each check of the lease. With --all, it is also
+frozen before every other call that touches files of the run.
+
+In half of the cases the other run has finished when the first one continues. The moments then start after the first run
+has acquired the folder.
 """
 
 import itertools
@@ -47,8 +49,8 @@ BEGINNINGS = {"new": [4, 5], "broken": [4, 5, 6]}
 FORKED = multiprocessing.get_context("fork")
 
 
-def main(words):
-    calls = EVENTS if "--all" in words else WRITES
+def main(arguments):
+    calls = EVENTS if "--all" in arguments else WRITES
     lease.RENEWAL_SECONDS = 0.02
     lease.POLL_SECONDS = 0.02
     for beginning in BEGINNINGS:
@@ -167,7 +169,7 @@ def be_frozen(run, calls, number, finishes):
         stop_before(calls, number, str(run))
     try:
         folder = acquire(run, patience=60.0)
-    except UserError:  # the other run has the folder
+    except UserError:  # the other run has acquired the folder
         return
     if finishes:
         stop_before(calls, number, str(run))
@@ -183,7 +185,7 @@ def stop_before(calls, number, run):
     remaining = [number]
 
     def count(path):
-        """Counts a call. Relative paths are in a folder that is being removed."""
+        """Counts a call that concerns a file of the run. A relative path belongs to a folder that is being removed."""
         if not isinstance(path, (str, os.PathLike)) or threading.current_thread().name == "lease":
             return
         path = os.fspath(path)

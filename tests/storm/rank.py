@@ -1,4 +1,4 @@
-"""A rank of a run of tests.storm that can kill itself at a given moment.
+"""Runs a rank for tests.storm that can kill itself at a given moment.
 
     python -m tests.storm.rank KILL ARGUMENTS
 
@@ -25,7 +25,7 @@ class Death:
 
     def __init__(self, kill):
         self.at = kill["at"]
-        # The number of operations or steps until the kill, or of seconds after the first step.
+        # Operations or steps until the kill, or seconds from the first step until the kill.
         self.remaining = kill["nth"]
         self.folder = kill["folder"]
         self.lock = threading.Lock()
@@ -47,7 +47,8 @@ class Death:
         loop.finish_step = finish_step
 
     def notice(self, event, arguments):
-        """Counts an operation on a file of the run. The kind "publish" counts the operations on its published models."""
+        """Counts an audit event if it is an operation of the kind `at` on a file of the run. The kind "publish"
+        consists of operations on published models."""
         is_publish = self.at == "publish"
         wanted = ("open", "os.rename") if is_publish else (self.at,)
         if event not in wanted or not isinstance(arguments[0], (str, bytes)):

@@ -14,8 +14,8 @@ from tests.support.processes import run_program
 pytestmark = pytest.mark.slow
 
 
-def rage(project, *words):
-    done = run_program(sys.executable, "-m", *words, cwd=project, OMP_NUM_THREADS="1")
+def rage(project, *arguments):
+    done = run_program(sys.executable, "-m", *arguments, cwd=project, OMP_NUM_THREADS="1")
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
 
 

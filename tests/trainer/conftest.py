@@ -75,8 +75,8 @@ def train(corpus, tiny_file, capsys):
 
     def run_here(run, **given):
         capsys.readouterr()
-        words = {"dataset_path": corpus, "save_ckpt_path": run, **given}
-        mamba_fsdp.train(tiny_file, **words)
+        settings = {"dataset_path": corpus, "save_ckpt_path": run, **given}
+        mamba_fsdp.train(tiny_file, **settings)
         return capsys.readouterr().out
 
     return run_here

@@ -10,7 +10,7 @@ from mamba_fsdp.trainer import loop
 from mamba_fsdp.trainer.clock import Clock, delay_metrics
 
 PEAK_FLOPS = 1e10
-LABELS = 1314  # the number of labels in the validation store
+LABELS = 1314  # number of labels in the validation store of the corpus
 POSITIVE = (
     "goodput",
     "goodput_of_commands",

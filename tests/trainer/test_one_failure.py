@@ -84,8 +84,8 @@ def test_the_origin_of_a_run_is_found(place, withstand, name):
         make_checkpoints(place / "run", [3]).lease.close()
 
     def scenario(_):
-        words = {"save_ckpt_path": str(place / "new"), name: str(place / "run")}
-        settings = resolve_settings(words)
+        values = {"save_ckpt_path": str(place / "new"), name: str(place / "run")}
+        settings = resolve_settings(values)
         check_run_folder(settings)
         return find_origin(settings.checkpoint)
 

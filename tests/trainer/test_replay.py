@@ -35,8 +35,8 @@ def test_the_steps_of_any_run_repeat(kind, corpus, tmp_path):
     a sum matters. With another number of ranks they are equal within a tolerance, which the printed line mentions."""
     ranks, per_node, given = KINDS[kind]
     given = {"sharding_strategy": kind, "num_steps": 4, "dataset_path": corpus, **given}
-    words = format_arguments({**TINY, **given, "save_ckpt_path": tmp_path})
-    printed = forked.run_ranks(ranks, words, per_node=per_node)
+    arguments = format_arguments({**TINY, **given, "save_ckpt_path": tmp_path})
+    printed = forked.run_ranks(ranks, arguments, per_node=per_node)
     assert "Deallocating" not in printed, "torch 2.2 can warn about the views of FSDP"
     program = ("-m", "mamba_fsdp")
     printed = forked.run_ranks(ranks, ["replay", str(tmp_path)], program, per_node=per_node)

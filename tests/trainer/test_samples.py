@@ -75,9 +75,8 @@ def test_each_source_of_several_has_its_own_validation(train, given, texts, tmp_
         assert bits == pytest.approx(found.bits_per_byte, rel=1e-5)
         assert f"\n  {name}  loss {found.loss:.4f}, perplexity " in printed
     losses = last["val_source_loss"].values()
-    assert last["val_loss"] == pytest.approx(
-        sum(losses) / 2
-    )  # the sources have the same number of tokens
+    # The sources have the same number of tokens, so their losses have the same weight.
+    assert last["val_loss"] == pytest.approx(sum(losses) / 2)
 
     shutil.rmtree(data / "b/validation")
     shutil.copytree(data / "b/train", data / "b/validation")

@@ -94,9 +94,9 @@ def test_a_schedule_equals_the_one_of_transformers(function, arguments, kind, wa
     make = getattr(optimization, f"get_{function}")
     (theirs,) = make(optimizer, num_warmup_steps=warmup, **arguments).lr_lambdas
     schedule = Schedule(kind, 200, warmup=warmup, **{"floor": 0.0, **ours})
-    for step in range(
-        199 if kind.startswith("cosine") else 210
-    ):  # some cosines rise again after the end
+    # After the end, some cosines of transformers rise again.
+    steps = 199 if kind.startswith("cosine") else 210
+    for step in range(steps):
         expected = theirs(step + 1)
         assert schedule.factor(step) == pytest.approx(expected, rel=1e-12, abs=1e-15), step
     assert schedule.factor(10**6) <= max(schedule.factor(199), 1e-15) or kind == "constant"
