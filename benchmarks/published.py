@@ -8,7 +8,7 @@ per device. state-spaces/mamba #904 reports TFLOP/s instead; they are converted 
 Details that a source does not mention are assumed: the machine is the most similar one in mamba_fsdp/planning/devices.py, and
 Llama-3 8B has 8,192 tokens per sequence and recomputes half of its blocks. fms-fsdp reduces gradients in bf16, which are half
 of the bytes of this project. If only gradients are sent over the network (hsdp), the network is therefore taken as twice
-as fast. The formulas do not include torch.compile. fms-fsdp used it for the rates of 2025, but not for those of 2024.
+as fast. The formulas do not include torch.compile. fms-fsdp used it for the rates of 2025, but not for the rates of 2024.
 """
 
 from dataclasses import replace

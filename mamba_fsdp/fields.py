@@ -278,7 +278,7 @@ def parse_pairs(name: str, text: str) -> dict[str, float]:
         try:
             numbers[key] = parse_float(value)
         except ValueError as error:
-            raise UserError(f"{name}: {item}: {error}") from None
+            raise UserError(f"{name}: {item}: {error}; write NAME=NUMBER") from None
     return numbers
 
 

@@ -2,7 +2,7 @@
 
 A candidate is a text with assignments. `scan.triton.CHUNK=32` replaces a constant in mamba_fsdp/ops/scan/triton.py,
 `ssd.triton.SWEEP.P=32` replaces an entry of a table in mamba_fsdp/ops/ssd/triton.py for all GPUs, and `norm=reference`
-selects another backend, like --kernels. The empty text stands for our kernels with the library's configuration.
+selects another backend, like --kernels. The empty text means our kernels with the library's configuration.
 
 Several processes compile the candidates and compare them with float64. After that, the candidates take turns on the GPU. Two
 times are measured: the forward and backward pass of a layer, and a whole step of a model with one layer.
@@ -60,7 +60,10 @@ STEPS = Steps(1, 5)
 
 @contextmanager
 def configured(settings: TrainConfig, candidate: str) -> Iterator[TrainConfig]:
-    """Replaces the constants that a candidate names inside the block. Yields the settings with the candidate's backends."""
+    """Inside the block, replaces constants of modules by the values in `candidate`. Yields the settings with the backends in
+    `candidate`.
+
+    candidate: items such as "scan.triton.CHUNK=32" (a constant) and "norm=reference" (a backend), separated by spaces."""
     backends = []
     with ExitStack() as replaced:
         for assignment in candidate.split():

@@ -24,7 +24,8 @@ from mamba_fsdp.model.spec import parameters
 PROCESSES = 8
 KEEP_CHOICES = "TRITON_CACHE_AUTOTUNING"  # makes Triton keep tuned configurations in its cache
 JOBS = list(itertools.product(PRESETS, MODELS))
-# With the full vocabulary, the logits of all processes would not fit into the memory. Tuned kernels do not depend on it.
+# The logits of all processes would not fit into memory with the full vocabulary. The tuned kernels do not depend on the
+# size of the vocabulary.
 SMALL = {"vocab_size": 8192}
 
 

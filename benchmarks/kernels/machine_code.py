@@ -28,7 +28,8 @@ class Loop:
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes that a thread loads from and stores to global memory, also through caches."""
+        """Returns the total number of bytes that the global loads and stores of one thread move. Loads that a cache serves
+        are included."""
         moved = 0
         for opcode in self.opcodes:
             if opcode.startswith(("LDG", "STG")):

@@ -12,7 +12,7 @@ from typing import Any
 
 from mamba_fsdp.checkpoint.ranges import TensorRanges, is_partition
 from mamba_fsdp.errors import UserError
-from mamba_fsdp.run.layout import checkpoint_removed_error, step_of
+from mamba_fsdp.run.layout import checkpoint_removed_error, step_name, step_of
 from mamba_fsdp.run.names import COMMIT, STATE
 from mamba_fsdp.storage.formats import CHECKPOINT
 from mamba_fsdp.storage.retry import exists, read_bytes, stat_of
@@ -47,7 +47,7 @@ class Commit:
 
     def __post_init__(self) -> None:
         if STATE not in self.files:
-            raise ValueError(f"files does not contain {STATE}")
+            raise ValueError(f"its list of files lacks {STATE}")
 
 
 @dataclass
@@ -74,16 +74,22 @@ class Contents:
 
     def check(self) -> None:
         """Raises ValueError if an index is out of range, or if the pieces of a tensor do not cover it."""
-        for ranges in self.ranges:
-            has_files = len(ranges.starts) == len(ranges.files)
-            if not has_files or max(ranges.files, default=0) >= len(self.files):
-                raise ValueError("a piece is in a file that is not listed")
         checked = set()
         for name, tensor in self.tensors.items():
             if tensor.dtype not in DTYPES or tensor.ranges >= len(self.ranges):
                 raise ValueError(f"{name} has an unknown dtype or unknown ranges")
             cut = (tensor.ranges, tensor.element_count())
-            if cut not in checked and not is_partition(self.ranges[cut[0]].starts, cut[1]):
+            if cut in checked:
+                continue
+            ranges = self.ranges[tensor.ranges]
+            if len(ranges.starts) != len(ranges.files):
+                raise ValueError(f"not every piece of {name} has a file")
+            last_file = max(ranges.files, default=0)
+            if last_file >= len(self.files):
+                raise ValueError(
+                    f"a piece of {name} is in file {last_file}, but only {len(self.files)} are listed"
+                )
+            if not is_partition(ranges.starts, cut[1]):
                 raise ValueError(f"the pieces of {name} do not cover the whole tensor")
             checked.add(cut)
 
@@ -132,7 +138,7 @@ def _check_step(checkpoint: Path, name: str, step: int) -> None:
     """
     if step_of(checkpoint.name) not in (None, step):
         raise BrokenCheckpointError(
-            f"{name} is of step {step}, but the folder is named after another step"
+            f"{name} is of step {step}, but its folder is named {checkpoint.name}; rename the folder to {step_name(step)}"
         )
 
 
@@ -150,7 +156,9 @@ def read_contents(checkpoint: Path) -> Contents:
     except BrokenCheckpointError as error:
         if not exists(checkpoint):
             raise checkpoint_removed_error(checkpoint) from None
-        raise BrokenCheckpointError(f"checkpoint {checkpoint} is broken: {error}") from None
+        raise BrokenCheckpointError(
+            f"checkpoint {checkpoint} is broken: {error}; use another checkpoint"
+        ) from None
     return contents
 
 

@@ -73,10 +73,12 @@ class Reader:
             except OSError as error:
                 if not exists(self.path):
                     raise checkpoint_removed_error(self.path) from None
-                raise UserError(f"can't read {self.path / file}: {error.strerror}") from None
+                raise UserError(
+                    f"can't read {self.path / file}: {error.strerror}; use another checkpoint"
+                ) from None
             except CORRUPTION_ERRORS:
                 raise BrokenCheckpointError(
-                    f"{self.path / file} is broken: it is truncated, or its header is damaged"
+                    f"{self.path / file} is broken: the file is truncated, or its header is damaged; use another checkpoint"
                 ) from None
         return result
 
@@ -92,7 +94,7 @@ class Reader:
             piece_start, count, position = self.places[file][self.numbers[name]].tolist()
             if piece_start != start or offset + len(target) > count:
                 raise BrokenCheckpointError(
-                    f"{self.path / file} is broken: it lacks the piece of {name} that starts at {start}"
+                    f"{self.path / file} is broken: the piece of {name} that starts at {start} is missing; use another checkpoint"
                 )
             opened.seek(position + offset * target.element_size())
             read_exactly(opened, target.view(torch.uint8).numpy())
@@ -118,15 +120,17 @@ def check_same_tensors(
 ) -> None:
     """Raises UserError with the names of missing, unexpected and differently shaped tensors, if there are any.
 
-    source: names the tensors' source in the message. wanted: {name: shape} of the model's tensors. shapes: {name:
+    source: the source of the tensors, for messages. wanted: {name: shape} of the model's tensors. shapes: {name:
     shape} of the tensors in the source.
     """
-    wrong = [f"it lacks {name}" for name in sorted(wanted.keys() - shapes.keys())]
+    wrong = [f"{name} is missing" for name in sorted(wanted.keys() - shapes.keys())]
     wrong += [f"the model has no {name}" for name in sorted(shapes.keys() - wanted.keys())]
     for name in sorted(wanted.keys() & shapes.keys()):
         if tuple(shapes[name]) != tuple(wanted[name]):
-            wrong.append(f"{name} is {tuple(shapes[name])}, not {tuple(wanted[name])}")
+            wrong.append(f"{name} has the shape {tuple(shapes[name])}, not {tuple(wanted[name])}")
     if len(wrong) > 5:
         wrong[5:] = [f"and {len(wrong) - 5} more"]
     if wrong:
-        raise UserError(f"{source} does not fit the model: {'; '.join(wrong)}")
+        raise UserError(
+            f"{source} does not fit the model: {'; '.join(wrong)}. Give the settings of the model that was saved"
+        )

@@ -152,9 +152,9 @@ def _newest_candidate(path: Path, broken: Mapping[str, str]) -> Path:
         return path
     folder = path / CHECKPOINTS if is_folder(path / CHECKPOINTS) else path
     candidates = list_committed(folder)
-    left = [checkpoint for checkpoint in candidates if checkpoint.name not in broken]
-    if left:
-        return left[-1]
+    remaining = [checkpoint for checkpoint in candidates if checkpoint.name not in broken]
+    if remaining:
+        return remaining[-1]
     if not candidates:
         raise unexpected_path_error(path, "a run with a checkpoint")
     raise UserError(
@@ -175,7 +175,7 @@ def skip_broken(
         raise (
             checkpoint_removed_error(path)
             if is_gone
-            else UserError(f"checkpoint {path} is broken: {problem}")
+            else UserError(f"checkpoint {path} is broken: {problem}; use another checkpoint")
         )
     if is_gone:  # the run has removed it meanwhile, and has newer checkpoints
         return find_newest_checkpoint(path, report, broken)

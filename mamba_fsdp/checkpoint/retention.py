@@ -37,7 +37,7 @@ def check_disk_space(
 ) -> None:
     """Raises UserError if the disk of `folder` can't store `count` times `needed` bytes.
 
-    The space of old checkpoints among `checkpoints` that can be removed is counted as free. what: names the data in the
+    The space of old checkpoints among `checkpoints` that can be removed is counted as free. what: describes the data in the
     message.
     """
     usage = retry_io(shutil.disk_usage, folder, folder)

@@ -86,7 +86,7 @@ class SavedRun:
             return from_json(cls, state, "the state")
         except ValueError as error:
             raise UserError(
-                f"{checkpoint}: its state.json was written by another version of the program: {error}"
+                f"{checkpoint}: another version of the program wrote state.json ({error}); use that version"
             ) from None
 
 

@@ -158,7 +158,7 @@ def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
         per_pass = batch_size * ranks
     if global_batch % per_pass:
         raise UserError(
-            f"global_batch_size {global_batch} is not a multiple of batch_size {batch_size} times "
+            f"global_batch_size={global_batch} is not a multiple of batch_size={batch_size} times "
             f"{ranks} {who}; set global_batch_size={round_up(global_batch, per_pass)}, another batch_size, or start another number of ranks"
         )
     return BatchShape(rank, ranks, batch_size, global_batch // per_pass, sequence_slice)
@@ -255,7 +255,7 @@ def evaluation_batches(
     IGNORED_LABEL. limit, stride: see evaluation_windows. Raises UserError if the source has fewer than two tokens."""
     if source.token_count < 2:
         raise UserError(
-            f"source {name!r} has {format_count(source.token_count, 'token')}: nothing to evaluate"
+            f"source {name!r} has {format_count(source.token_count, 'token')}, too few to evaluate; give at least 2"
         )
     windows = evaluation_windows(source.token_count, data.seq_length, stride, limit).tolist()
     size = batch_shape.batch_size

@@ -1,4 +1,4 @@
-"""Computes the source and the window of sample k of a run. They are a function of (seed, sources, weights, k), so that no table
+"""Computes the source and the window of sample k of a run. They are a function of (seed, sources, weights, k), so no table
 of the samples is needed.
 
 Window j of a source consists of its tokens [j * L, j * L + L], where L is seq_length: L inputs, and the same tokens shifted
@@ -36,7 +36,7 @@ class Sampler:
 
     weights: {name of a source: its sampling weight}; they need not sum to 1, and a source with weight 0 is left out. state: a
     result of `state_after`, to resume from; sample 0 is then the next sample. The weights, the batch size and the set of
-    sources can differ from those of the state, because each source resumes after its own samples.
+    sources can differ from their values in the state, because each source resumes after its own samples.
 
     Raises UserError for a state with another seed, seq_length or content of a source, because the order or the windows would
     then differ. Also raises UserError for a weight that is too small for the pattern, and for a source shorter than one
@@ -76,10 +76,10 @@ class Sampler:
         self.start = 0  # the position of sample 0 in the pattern
         self.before = state or {}
         # The number of samples from each source before sample 0.
-        self.taken = np.zeros(len(self.names), np.int64)
+        self.drawn = np.zeros(len(self.names), np.int64)
         if state:
             self._check_position(state)
-            self.taken += [state["drawn"].get(name, 0) for name in self.names]
+            self.drawn += [state["drawn"].get(name, 0) for name in self.names]
             if state["pattern"] == self._shares():
                 self.start = state["pattern_position"]
 
@@ -89,7 +89,7 @@ class Sampler:
         place = self.start + first + np.arange(count)
         cycle, place = np.divmod(place, self.period)
         source = self.pattern[place].astype(np.int64)
-        before = self.taken - self._occurrences(self.start)
+        before = self.drawn - self._occurrences(self.start)
         index = before[source] + cycle * self.counts[source] + self.nth[place]
         windows = self.windows[source]
         epoch, position = np.divmod(index, windows)
@@ -101,9 +101,9 @@ class Sampler:
         """Returns the position after `samples` samples of this order, as an object for JSON. Sources that are in the state
         but not in the current mixture keep their positions."""
         end = self.start + samples
-        taken = self.taken + self._occurrences(end) - self._occurrences(self.start)
+        drawn = self.drawn + self._occurrences(end) - self._occurrences(self.start)
         of_sources = {
-            "drawn": dict(zip(self.names, taken.tolist())),
+            "drawn": dict(zip(self.names, drawn.tolist())),
             "identity": self.identity,
             "windows": dict(zip(self.names, self.windows.tolist())),
         }
@@ -167,7 +167,7 @@ def _pattern_counts(names: list[str], weights: Mapping[str, float]) -> np.ndarra
     for name, value, count in zip(names, values, counts):
         if value and not count:
             raise UserError(
-                f"weights: the share of source {name!r} is below 1 in {PATTERN_LENGTH}; increase it or set it to 0"
+                f"weights: the share of source {name!r} is below 1 in {PATTERN_LENGTH}; raise its weight or set it to 0"
             )
     return counts // math.gcd(*counts.tolist())
 

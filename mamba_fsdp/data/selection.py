@@ -53,7 +53,7 @@ def _stores(data: DataConfig) -> dict[str, Path]:
     places = {name: split_in(root / name) for name in data.datasets}
     if len(places) < len(data.datasets):
         raise UserError(
-            f"datasets={','.join(data.datasets)} contains a name twice; give each name once"
+            f"datasets={','.join(data.datasets)} lists a dataset twice; list each dataset once"
         )
     if not places:
         path = split_in(root)
@@ -79,8 +79,8 @@ def check_tokenizers_agree(stores: Iterable[Source]) -> None:
         ends = {first.eos, second.eos} - {-1}  # -1: unknown
         if len(sizes) > 1 or len(ends) > 1:
             raise UserError(
-                f"{second.path}: its tokenizer (vocabulary {second.vocab_size}, eos {second.eos}) differs from the one of "
-                f"{first.path} ({first.vocab_size}, {first.eos}); {ANOTHER_TOKENIZER}"
+                f"the tokenizers of {first.path} (vocabulary {first.vocab_size}, eos {first.eos}) and {second.path} "
+                f"(vocabulary {second.vocab_size}, eos {second.eos}) are different; {ANOTHER_TOKENIZER}"
             )
 
 
@@ -111,7 +111,7 @@ def batches(dataset_path: str | Path, *, options: BatchesConfig) -> Iterator["Ba
     """
     from mamba_fsdp.data.loader import BatchShape, Loader
 
-    # No threads are used, because the caller can end before it has exhausted the generator.
+    # Threads would keep running if the caller does not exhaust the generator, so the loader uses none.
     data = DataConfig(str(dataset_path), seq_length=options.seq_length, num_workers=0)
     sources, weights = training_sources(data)
     vocab_size = max(source.vocab_size for source in sources.values())

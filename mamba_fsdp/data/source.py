@@ -49,7 +49,9 @@ class DummySource:
 
     @property
     def tokenizer_path(self) -> Path:
-        raise UserError("synthetic tokens (use_dummy_dataset) have no tokenizer")
+        raise UserError(
+            "the synthetic tokens of use_dummy_dataset have no tokenizer; give dataset_path instead"
+        )
 
     def read(self, start: int, count: int) -> Tokens:
         tokens = np.arange(start, start + count) % self.vocab_size

@@ -188,7 +188,7 @@ def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
             size = file.seek(0, os.SEEK_END)
             if size != expected:
                 raise UserError(
-                    f"{path}: it has {size} bytes instead of the {expected} in the index; {remedy}"
+                    f"{path}: the file has {size} bytes instead of the {expected} in the index; {remedy}"
                 )
             # It is converted to a plain array, because indexing of np.memmap takes microseconds longer.
             return np.asarray(np.memmap(file, dtype, "r"))
@@ -291,7 +291,7 @@ class StoreWriter:
         for path, size in self._files():
             if size_of(path) < size:
                 raise UserError(
-                    f"{path}: it is shorter than recorded; start again with --overwrite"
+                    f"{path}: the file is shorter than recorded; start again with --overwrite"
                 )
             self._digests.append(_start_digest(path, size))
 
@@ -347,10 +347,10 @@ def _read_index(folder: Path) -> StoreIndex:
     try:
         index = from_json(StoreIndex, body)
         if index.dtype not in ("uint16", "uint32"):
-            raise ValueError(f"dtype {index.dtype}")
+            raise ValueError(f"unknown dtype {index.dtype}")
         return index
     except ValueError as error:
-        raise UserError(f"{path}: damaged ({error}); make the store again") from error
+        raise UserError(f"{path} is damaged ({error}); make the store again") from error
 
 
 def _checksum(index: dict[str, Any]) -> str:

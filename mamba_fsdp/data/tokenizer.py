@@ -38,7 +38,7 @@ SAMPLES = [
     "The quick BROWN fox, it's 3.14159  and 1,000,000;\n\n\tdef f(x):\r\n    return x != None",
     "na\u00efve nai\u0308ve \ufb01ne  \u4f60\u597d\u4e16\u754c \u0417\u0434\u0440 \U0001f600\u200d \u00a0x",
 ]
-# The letters that stand for white space in vocabularies.
+# The letters that represent white space in vocabularies.
 SPACES = str.maketrans({"\u0120": " ", "\u2581": " ", "\u010a": "\n"})
 IDENTITY = (
     "ids:"  # the prefix of every identity; change it if identities are computed in another way

@@ -51,8 +51,8 @@ def _document_of(row: dict, rows: csv.DictReader, column: str) -> Document | Fau
 def _check_header(header: list[str], column: str) -> None:
     """Raises ValueError if the header of a CSV file has no unique field with the text."""
     if header.count(column) > 1:
-        raise ValueError(f"its header has {column!r} twice; rename one of the two fields")
+        raise ValueError(f"the header contains {column!r} twice; rename one of the two fields")
     if len(header) == 1 and header[0] != column:
         raise ValueError(
-            f"its header has only one field, {header[0]!r}; give the separator of its fields with --delimiter"
+            f"the header has only one field, {header[0]!r}; give the separator of the fields with --delimiter"
         )

@@ -107,7 +107,7 @@ def describe(files: list[InputFile]) -> dict[str, Any]:
             continue
         if not stat.S_ISREG(status.st_mode):  # a pipe can't be read twice
             raise UserError(
-                f"{file.name}: this is a pipe or a device; write its output to a file, and name that file"
+                f"{file.name} is a pipe or a device; write its output to a file, and name that file"
             )
         size += status.st_size
         newest = max(newest, status.st_mtime)
@@ -226,13 +226,16 @@ def _files_of_split(
         chosen.add("")
     kept = [file for file in files if file.split in chosen]
     if not kept:
-        raise UserError(f"--split={wanted}: {input} has no split of that name")
+        choices = [*filter(None, sorted(names)), "all"]
+        raise UserError(
+            f"--split={wanted}: {input} has no split of this name; accepted: {', '.join(choices)}"
+        )
     others = sorted(names - chosen)
     left_out["of other splits"] += [file.name for file in files if file.split in others]
     if others:
         print(
-            f"{wanted} is read; {len(files) - len(kept):,} of {format_count(len(files), 'file')} belong to other splits according "
-            f"to their names ({', '.join(others[:4])}); --split=all reads them too"
+            f"only the split {wanted} is read; {len(files) - len(kept):,} of {format_count(len(files), 'file')} belong to other "
+            f"splits according to their names ({', '.join(others[:4])}); --split=all reads all files"
         )
     else:
         print(
@@ -248,7 +251,7 @@ def _check_sets(files: list[Path], options: DatasetConfig, left_out: LeftOut) ->
     if missing and not options.skip_unreadable:
         more = f", like {len(missing) - 1:,} more" if len(missing) > 1 else ""
         raise UserError(
-            f"{missing[0]}: is missing from its numbered set{more}; copy it, or import the other files with "
+            f"{missing[0]} is missing from its numbered set{more}; copy the file, or import the other files with "
             "--skip_unreadable=true"
         )
     left_out["missing from their numbered sets"] += missing

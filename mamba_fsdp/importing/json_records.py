@@ -59,7 +59,7 @@ def json_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document
 def _documents_of_whole(file: InputFile, text: str, column: str) -> Iterator[Document | Fault]:
     if len(text) >= MAX_LINE_LENGTH:
         raise ValueError(f"one value has {MAX_LINE_LENGTH:,} characters or more; {CLEAN}")
-    values = _parse_values("it", text)
+    values = _parse_values("the file", text)
     if len(values) == 1:
         values = _rows_within(values[0], column)
     for number, value in enumerate(values, 1):
@@ -93,7 +93,7 @@ def _rows_within(value: Any, column: str) -> list[Any]:
 def _parse_values(place: str, text: str) -> list[Any]:
     """Returns the JSON values in a text. Usually there is one. Raises ValueError if the text is not valid JSON.
 
-    place: names the text in the message."""
+    place: describes the text in the message."""
     values = []
     at = 0
     try:
@@ -108,7 +108,7 @@ def _parse_values(place: str, text: str) -> list[Any]:
 def document_from_record(place: str, record: Any, column: str) -> Document | Fault:
     """Returns the text or the token ids in the field `column` of a record, or a Fault. The text of null is "".
 
-    place: names the record in messages. record: an object, or a text or list that is itself the content. column: the name of
+    place: describes the record in messages. record: an object, or a text or list that is itself the content. column: the name of
     a field; document.text can also be the field `text` of the object `document`."""
     value = record
     names = [column] if isinstance(record, dict) and column in record else column.split(".")

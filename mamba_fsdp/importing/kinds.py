@@ -686,7 +686,9 @@ def folders_below(place: Path, left_out: LeftOut) -> Iterator[tuple[Path, list[s
         try:
             entries = list_entries(folder)
         except OSError as error:
-            raise UserError(f"{folder}: can't be read ({error.strerror})") from error
+            raise UserError(
+                f"{folder}: can't be read ({error.strerror}); allow this user to read the folder"
+            ) from error
         names = sorted(entries)
         is_ours = folder != place and _is_ours(folder, {*names})
         if is_ours:

@@ -36,7 +36,7 @@ def check_losses(tokenizer: TextTokenizer, texts: Iterable[str], is_accepted: bo
 
 
 def round_trip(tokenizer: TextTokenizer, text: str) -> str:
-    """Encodes and decodes a text, without the token that stands for unknown text."""
+    """Encodes and decodes a text, without the token that represents unknown text."""
     unknown = getattr(tokenizer.backend.model, "unk_token", None)
     unknown_id = tokenizer.backend.token_to_id(unknown) if unknown else None
     (ids,) = tokenizer.encode_documents([text])

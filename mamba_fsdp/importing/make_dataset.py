@@ -118,7 +118,7 @@ def _prepare(out: Path, overwrite: bool) -> None:
     is_dataset = exists(out / DATASET) or exists(out / PROGRESS)
     if not is_dataset and list_names(out):
         raise UserError(
-            f"{out}: the folder is not empty, and was not made by this program; choose another folder"
+            f"{out} is not empty and was not made by this program; choose another folder"
         )
     if not overwrite:
         return
@@ -427,10 +427,10 @@ def _sample(files: list[InputFile], options: DatasetConfig, size: int) -> Iterat
         count = min(len(files), SAMPLED_FILES)
         groups = [[files[number * len(files) // count]] for number in range(count)]
     for group in groups:
-        left = size // len(groups)
-        for batch in read_batches(Share(group), options, min(left, 1 << 16)):
+        remaining = size // len(groups)
+        for batch in read_batches(Share(group), options, min(remaining, 1 << 16)):
             for document in batch.documents:
-                left -= len(document.content)
+                remaining -= len(document.content)
                 yield document.content
-            if left <= 0:
+            if remaining <= 0:
                 break

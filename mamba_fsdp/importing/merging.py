@@ -69,14 +69,20 @@ def merge(
     tokens = {name: sum(entry.tokens for _, entry in written) for name, written in files.items()}
     smallest: float = MIN_VALIDATION_TOKENS
     if not any(tokens.values()):
-        raise UserError("the input contains no text")
+        raise UserError("the input contains no text; give files that contain text")
     if options.splits == "held_out" and "validation" in tokens:
         wanted = options.validation_fraction * sum(tokens.values())
         smallest = min(wanted, tokens["validation"])
-    if smallest < MIN_VALIDATION_TOKENS or not tokens.get("train"):
+    if smallest < MIN_VALIDATION_TOKENS:
         raise UserError(
-            f"the input has {format_count(sum(tokens.values()), 'token')}, too few to hold out {options.validation_fraction:.3g} "
-            "of them for validation; give --overwrite --validation_fraction=0"
+            f"--validation_fraction={options.validation_fraction:.3g} holds out {int(smallest)} of the input's "
+            f"{format_count(sum(tokens.values()), 'token')} for validation, fewer than {MIN_VALIDATION_TOKENS}; start again with "
+            "--overwrite and a larger fraction, or with --overwrite --validation_fraction=0 for no validation split"
+        )
+    if not tokens.get("train"):
+        raise UserError(
+            "no tokens of the input are in the training split; give more documents, or start again with --overwrite "
+            "--validation_fraction=0"
         )
     stores = []
     for name in files:

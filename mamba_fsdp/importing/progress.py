@@ -99,7 +99,7 @@ def has_settings(
             before = resolve_path(before)
         if before != value:
             raise UserError(
-                f"{path}: it was made with other settings: {_difference(name, before, value)}; {remedy}"
+                f"{path} was made with other settings: {_difference(name, before, value)}; {remedy}"
             )
     return True
 

@@ -54,7 +54,7 @@ def arrow_documents(file: InputFile, options: DatasetConfig) -> Iterator[Documen
         elif end == END_OF_STREAM:
             yield from _documents_in(pyarrow.ipc.open_stream(stream), file, options)
         else:
-            raise ValueError("it is truncated or not an Arrow file; copy it again")
+            raise ValueError("the file is truncated or not an Arrow file; copy it again")
 
 
 def hub_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document | Fault]:
@@ -85,7 +85,7 @@ def _documents_in(
         top = column if column in batch.schema.names else column.partition(".")[0]
         if top not in batch.schema.names:
             first = next(iter(batch[:1].to_pylist()), dict.fromkeys(batch.schema.names))
-            fault = document_from_record("its first row", first, column)
+            fault = document_from_record("the first row", first, column)
             assert isinstance(fault, Fault)
             raise ValueError(fault.message())
         values = batch[top].to_numpy(zero_copy_only=False)
@@ -116,6 +116,6 @@ def _check_no_mask(batch: pyarrow.RecordBatch) -> None:
         flags = batch[column].flatten().to_numpy(zero_copy_only=False)
         if (flags == value).any():
             raise ValueError(
-                f"its column {column} excludes tokens from the loss, but a token store can't record that; "
-                "remove these tokens, or that column"
+                f"the column {column} excludes tokens from the loss, but a token store can't record that; "
+                "remove these tokens, or the column"
             )

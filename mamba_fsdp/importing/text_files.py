@@ -130,7 +130,7 @@ def check_head(kind: str, head: bytes) -> None:
     """Raises ValueError if a file of this kind begins with the bytes `head` of another kind."""
     content = kind_of_bytes(head)
     if content and contradicts(content, kind):
-        raise ValueError(f"it is {content.title}; {content.remedy}")
+        raise ValueError(f"the file is {content.title}; {content.remedy}")
 
 
 def text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:

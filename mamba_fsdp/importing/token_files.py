@@ -40,7 +40,9 @@ class StoredArray:
         self.stream.seek(self.offset + size * start)
         content = self.stream.read(byte_count)
         if len(content) < byte_count:
-            raise ValueError("the file became shorter while it was read")
+            raise ValueError(
+                "the file became shorter while it was read; start again when it is complete"
+            )
         return np.frombuffer(content, self.dtype)
 
 
@@ -98,18 +100,21 @@ def _flat_ids(file: InputFile, stream: BufferedReader, dtype: str) -> StoredArra
         return _numpy_array(file.name, stream)
     if dtype == "auto":
         raise ValueError(
-            "the file does not contain the dtype of its ids; give it, as in --dtype=uint16"
+            "the file does not name the type of its token ids; give the type, as in --dtype=uint16"
         )
     size = stream.seek(0, os.SEEK_END)
     length, rest = divmod(size, np.dtype(dtype).itemsize)
     if rest:
         raise ValueError(
-            f"{size} bytes are not a whole number of {dtype}: the file is truncated, or its ids have another dtype"
+            f"the file has {size} bytes, not a multiple of {np.dtype(dtype).itemsize} as --dtype={dtype} requires; copy "
+            "the file again, or correct --dtype"
         )
     ids = StoredArray(stream, np.dtype(dtype), length)
     start = ids.read(0, WINDOW)
     if start.any() and len(start) > 1 and not start[1::2].any():
-        raise ValueError(f"every second id is 0: the ids have a larger dtype than {dtype}")
+        raise ValueError(
+            f"every second token id is 0, so the ids are wider than {dtype}; give a wider --dtype"
+        )
     return ids
 
 
@@ -119,11 +124,11 @@ def _numpy_array(name: str, stream: BufferedReader) -> StoredArray:
         array = retry_io(np.load, name, name, "r")  # only its header is used
     except ValueError as error:
         raise ValueError(
-            f"the file is truncated, or not a plain array ({first_line(error)})"
+            f"the file is truncated or not a plain array ({first_line(error)}); copy it again"
         ) from error
     if array.dtype.kind not in "iu" or array.ndim != 1:
         raise ValueError(
-            f"it is an array of {array.dtype} with the shape {array.shape}, not integers in one dimension"
+            f"the file contains an array of {array.dtype} of shape {array.shape}; save a one-dimensional array of integers"
         )
     return StoredArray(stream, array.dtype, len(array), array.offset)
 
@@ -145,7 +150,7 @@ def datalayout_documents(file: InputFile, options: DatasetConfig) -> Iterator[Do
             positions = body >> 16 & MAX_POSITION
             if ((positions > 0) & (body >> 30 & 1 == 0)).any():
                 raise ValueError(
-                    "it excludes tokens from the loss (bit 30), but a token store can't record that; set this bit, or "
+                    "the file excludes tokens from the loss (bit 30), but a token store can't record that; set bit 30, or "
                     "remove these tokens"
                 )
             return document_starts(body, eos) + first
@@ -160,7 +165,8 @@ def _layout_entries(path: Path, stream: BufferedReader) -> StoredArray:
     size = stream.seek(0, os.SEEK_END)
     if size != 4 * count or not count:
         raise ValueError(
-            f"it has {size} bytes, but {size_file.name} requires {format_count(count, 'token')} of 4 bytes; copy both files again"
+            f"the file has {size} bytes, but {size_file.name} specifies {format_count(count, 'token')} of 4 bytes; copy both "
+            "files again"
         )
     return StoredArray(stream, np.dtype("<i4"), count)
 

@@ -62,7 +62,7 @@ def draw(
     """
     if not logits.isfinite().all():
         raise UserError(
-            "the model's logits are not finite: its weights are damaged, or its training diverged"
+            "the model's logits are not finite: its weights are damaged, or its training diverged; use another checkpoint"
         )
     if temperature == 0:
         return logits.argmax(dim=-1)

@@ -35,7 +35,7 @@ class EvaluationConfig:
     seq_length: int = setting(
         0, at_least=0, elsewhere="max_seq_length max_length seq_len block_size context_length"
     )
-    """Tokens per window. A longer window gives tokens more context, so that the loss is lower, and takes more memory.
+    """Tokens per window. A longer window gives tokens more context, so the loss is lower, and takes more memory.
     0: the length that the model was trained with, or 2048 if that is unknown and with --tasks. A context of a task
     that is longer loses its beginning."""
     stride: int = setting(0, at_least=0, needs=evaluates_data, elsewhere="doc_stride")
@@ -175,7 +175,7 @@ def measure(
 
 
 def _format_perplexity(perplexity: float) -> str:
-    """Formats a perplexity. The perplexity per word can be very large, so that large values look like 4.2e+40."""
+    """Formats a perplexity. The perplexity per word can be very large, so large values look like 4.2e+40."""
     return f"{perplexity:,.3f}" if perplexity < MIN_SCIENTIFIC else f"{perplexity:.1e}"
 
 

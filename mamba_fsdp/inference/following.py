@@ -32,7 +32,7 @@ def follow(
     evaluated.
 
     name: the name of the file of results. method: describes how checkpoints are evaluated; results of another method
-    are ignored. measure: evaluates a checkpoint and returns its numbers by name.
+    are ignored. measure: evaluates a checkpoint and returns {metric: value}.
 
     Raises UserError if another process writes the same file, if the file can't be written, or if `measure` raises it.
     """

@@ -121,8 +121,8 @@ class MambaFSDP(TemplateLM):
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
         """Returns the continuation of each prompt. It ends before the first of its task's stop texts."""
-        asked = [(self.tok_encode(request.args[0]), request.args[1]) for request in requests]
-        collator = Collator(asked, lambda ask: -len(ask[0]), lambda ask: ask[1], "gen_kwargs")
+        prompts = [(self.tok_encode(request.args[0]), request.args[1]) for request in requests]
+        collator = Collator(prompts, lambda item: -len(item[0]), lambda item: item[1], "gen_kwargs")
         texts = []
         for batch in tqdm(list(collator.get_batched(self.batch_size))):
             settings: Any = normalize_gen_kwargs(batch[0][1])
@@ -138,7 +138,7 @@ class MambaFSDP(TemplateLM):
         unknown = settings.keys() - {"temperature", "top_k", "top_p"}
         if unknown:
             raise UserError(
-                f"a task sets {', '.join(unknown)}, but generation supports only temperature, top_k and top_p"
+                f"a task sets {', '.join(unknown)}, but generation supports only temperature, top_k and top_p; leave the task out"
             )
         room = self.max_length - max_gen_toks
         if room < 1:
@@ -242,7 +242,7 @@ def run_tasks(
 @contextlib.contextmanager
 def task_errors_as_user_errors() -> Iterator[None]:
     """Turns exceptions of lm-eval into UserErrors. Typical causes are data that can't be downloaded, a missing package,
-    or a mistake in the user's own task file, so that any type of exception is possible. A RuntimeError is passed on,
+    or a mistake in the user's own task file, so any type of exception is possible. A RuntimeError is passed on,
     because torch has raised it."""
     try:
         yield

@@ -6,7 +6,7 @@ stored tensors whose concatenation is a tensor of this program. This module cont
 
 transformers before version 5 normalizes the output of Mamba-2 over all channels; the reference implementation and this program
 normalize over each group. There, a model with ngroups > 1 can be loaded but gives other results. The Nemotron-H of transformers
-clamps dt to at least time_step_min. NVIDIA's implementation and this program use time_step_min only for initialization, so that
+clamps dt to at least time_step_min. NVIDIA's implementation and this program use time_step_min only for initialization, so
 exports set it to 0.
 """
 
@@ -182,11 +182,11 @@ class Architecture:
             if "expand" not in values:
                 d_inner = heads * headdim
             if heads * headdim != d_inner:
-                problem = f"are {heads}, with {headdim} channels each, but the layer has {d_inner}"
+                problem = f"({heads} with {headdim} channels each) do not match the layer's {d_inner} channels"
                 fields.refuse("SSM heads", problem)
             values["headdim"] = headdim
         if d_inner != usual and not self.free_width:
-            fields.refuse("intermediate_size", f"is {d_inner}, not expand * hidden_size")
+            fields.refuse("intermediate_size", f"is {d_inner}, not expand * hidden_size = {usual}")
         if d_inner % values["d_model"]:
             values["d_ssm"] = d_inner
         else:
@@ -278,7 +278,8 @@ class Architecture:
             names = self.tensors.get(f"{kinds[int(index)]['mixer']}:{kind}.{rest}", names)
             size, *columns = parameter.shape
             sizes = [size]
-            # The channels of the convolution are the first rows of the projection.
+            # Some formats store a parameter as several tensors. For the convolution, the rows of each tensor are those of
+            # the projection, because the channels of the convolution are the first outputs of the projection.
             if len(names) > 1:
                 projection = our_name.replace("conv1d", "in_proj")
                 sizes = list(described[projection].rows.values())
@@ -394,7 +395,8 @@ def _pop_rotary(fields: Fields, usual_share: float) -> tuple[float | None, float
     def pop_agreed(name: str, default: Any, kind: type = float) -> Any:
         values = {rope.pop(name, None, kind) for rope in (fields, *inner)} - {None}
         if len(values) > 1:
-            fields.refuse(name, f"is given twice, as {' and '.join(map(str, sorted(values)))}")
+            both = " and ".join(map(str, sorted(values)))
+            fields.refuse(name, f"is given twice, as {both}; remove the wrong one")
         return values.pop() if values else default
 
     theta = pop_agreed("rope_theta", None)

@@ -111,8 +111,8 @@ def write_mean(checkpoints: Sequence[Path], shares: Sequence[float], out: Path) 
             different = [name for name, value in wanted.items() if described[name] != value]
             if different:
                 raise UserError(
-                    f"{model.source} and {newest.source} are different models and can't be averaged: they differ in "
-                    f"{', '.join(different)}"
+                    f"{model.source} and {newest.source} can't be averaged, because the models differ in "
+                    f"{', '.join(different)}; choose checkpoints of one run"
                 )
 
         def mean_of(name: str) -> Tensor:

@@ -35,7 +35,7 @@ class Fields:
 
     def __init__(self, path: Path, content: Any, prefix: str = ""):
         if not isinstance(content, dict):
-            raise UserError(f"{path}: {prefix or 'the file'} is not a JSON object")
+            raise UserError(f"{path}: {prefix or 'the file'} is not a JSON object; copy it again")
         self.path = path
         self.content = dict(content)
         self.prefix = prefix
@@ -60,7 +60,7 @@ class Fields:
         value: Any = self.content.pop(name, None)
         if value is None or (value == "auto" and name in AUTO):
             if default is REQUIRED:
-                self.refuse(name, "is missing")
+                self.refuse(name, "is missing; add the field, or copy the file again")
             return default
         if kind is float and type(value) is int:
             with contextlib.suppress(OverflowError):
@@ -142,7 +142,7 @@ class Fields:
 
 
 def _is_no_limit(value: Any) -> bool:
-    """Returns whether every dt is within these limits. JSON can't represent infinity, so that libraries write it in several
+    """Returns whether every dt is within these limits. JSON can't represent infinity, so libraries write it in several
     ways."""
     try:
         low, high = value
@@ -156,7 +156,7 @@ def _is_no_limit(value: Any) -> bool:
 def write_fields(config: ModelConfig, settings: Table, fixed: Table) -> Table:
     """Returns {field of the other library: value} for each field in the tables.
 
-    settings: {field: [setting, ...]}. If 0 stands for a computed default of the setting, the field has the computed value.
+    settings: {field: [setting, ...]}. If the value 0 of a setting means a computed default, the field has the computed value.
     fixed: {field: [value, ...]}."""
     fields = {}
     for name, (setting, *_) in settings.items():
@@ -177,7 +177,7 @@ def lost_settings(config: ModelConfig, as_read: ModelConfig) -> list[str]:
 
 
 def model_config(path: Path, **values: Any) -> ModelConfig:
-    """Returns the ModelConfig with these values, or the one of a preset if that describes the same model.
+    """Returns the ModelConfig with these values, or the ModelConfig of a preset that describes the same model.
 
     path: the file with the values, for messages. Raises UserError if they do not describe a valid model."""
     config = parse_model_config(path, values)

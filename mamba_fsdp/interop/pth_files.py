@@ -58,12 +58,14 @@ class PthTensors(TensorSource):
             ) from None
         except PICKLE_ERRORS:
             raise UserError(
-                f"{path} is damaged or contains more than tensors and plain values, so that only its own program "
+                f"{path} is damaged or contains more than tensors and plain values, so only its own program "
                 "can read it. If you trust it, save only its tensors: "
                 f"{CONVERSION.format(path=path, python=python())}"
             ) from None
         if not stored:
-            raise UserError(f"{path} does not contain a dict of tensors")
+            raise UserError(
+                f"{path} is not a dict of tensors by parameter name; save model.state_dict() with torch.save"
+            )
         names = stored_names(path, stored)
         self.tensors = {name: stored[stored_name] for name, stored_name in names.items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
@@ -99,7 +101,7 @@ def _is_uncompressed(path: Path) -> bool:
 
 
 def _check_elements(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises UserError for a tensor with more elements than are stored. Such a tensor repeats stored numbers, so that a small
+    """Raises UserError for a tensor with more elements than are stored. Such a tensor repeats stored numbers, so a small
     file could require any amount of memory."""
     for name, tensor in tensors.items():
         needed = tensor.numel() * tensor.element_size()
@@ -139,7 +141,7 @@ def _check_contains_no_code(path: Path) -> bool:
     # Each pickle of torch.save begins with the byte 0x80.
     if begin and not is_zip and begin[0] != 0x80:
         raise UserError(
-            f"{path} does not contain weights: it is neither a safetensors file nor a file of torch.save"
+            f"{path} does not contain weights; give a safetensors file or a file of torch.save"
         )
     return is_zip
 

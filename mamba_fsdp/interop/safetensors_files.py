@@ -55,7 +55,7 @@ class SafetensorsTensors(TensorSource):
         for name, file_name in files_by_name.items():
             if name not in opened:
                 raise UserError(
-                    f"{path.parent / file_name} lacks {name}, although it is listed in {INDEX}"
+                    f"{path.parent / file_name} lacks {name}, which {INDEX} lists in this file; copy or download the file again"
                 )
         self.opened = opened
         self.stored_names = stored_names(path, opened)

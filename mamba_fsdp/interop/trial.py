@@ -102,7 +102,8 @@ def try_export(
 
 def small_copy(config: ModelConfig) -> ModelConfig:
     """Returns a small model of the same structure: one layer of each kind, but at least two layers, and small sizes. The sizes
-    of heads are kept. If the attention heads of the model together have d_model channels, those of the small model do too."""
+    of heads are kept. If the attention heads of the model together have d_model channels, the heads of the small model also
+    do."""
     layers = dict.fromkeys(layer.name for layer in config.layer_list())
     group = config.headdim * config.ngroups
     queries = config.n_head // config.n_kv_head
@@ -136,7 +137,7 @@ def _build(transformers: Any, folder: Path, config: ModelConfig) -> None:
         model = transformers.AutoModelForCausalLM.from_config(described)
     count = sum(parameter.numel() for parameter in model.parameters())
     if count != parameter_count(config):
-        raise ValueError(f"it has {count:,} parameters, not {parameter_count(config):,}")
+        raise ValueError(f"the model has {count:,} parameters, not {parameter_count(config):,}")
 
 
 def _use(transformers: Any, config: ModelConfig, write: WriteHf) -> Iterator[str]:

@@ -221,8 +221,9 @@ def read_weights(source: str | Path, *, model_name: str = "") -> Weights:
 def find_weights(source: str | Path, model: ModelConfig | None = None) -> Weights:
     """Finds weights, without opening them.
 
-    source: the path of the model, see the top of this file. model: the model in a file without config.json. Raises UserError
-    if the path is not a model, or if this program can't represent the model.
+    source: the path of the model, see the top of this file. model: the configuration of the model, for a file of weights
+    without a config.json next to it. Raises UserError if the path is not a model, or if this program can't represent the
+    model.
     """
     check_model_path(source)
     path = Path(source)
@@ -270,7 +271,7 @@ def _find_in_folder(folder: Path, description: Description) -> Weights:
             return _from_file(folder / name, description)
     refuse_dcp(folder)
     raise UserError(
-        f"{folder} has a {MODEL_CONFIG} but no weights next to it ({' or '.join(names)})"
+        f"{folder} has a {MODEL_CONFIG}, but no weights next to it; add {' or '.join(names)}"
     )
 
 

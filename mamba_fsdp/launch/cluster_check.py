@@ -100,7 +100,7 @@ class ClusterCheck(SlurmTraining):
             return
         print_line(output.rstrip("\n"))
         lines = [line for line in output.splitlines() if not line.startswith("srun: ")]
-        last = lines[-1] if lines else "it printed nothing"
+        last = lines[-1] if lines else "no output"
         raise StartFailed(
             f"the tokenizer failed on {self.job.nodes[0]}: {last}", self.supervisor.last_code
         )

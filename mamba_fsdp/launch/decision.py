@@ -78,7 +78,7 @@ def decide(state: JobState) -> JobDecision:
         sentence = "stopped at {} as requested by the file STOP; sbatch the same command to resume"
         return JobDecision(Action.END, 0, sentence.format(state.newest), False)
     if state.code in (EXIT_USER_ERROR, EXIT_REPLAY_DIFFERS):
-        sentence = "not queued again, since no restart can fix this"
+        sentence = "not queued again, because no restart can fix the error above"
         return JobDecision(Action.END, state.code, sentence)
     # The file STOP requested the end, but a rank failed before it had written a checkpoint.
     if outcome.status == "stopped" and outcome.stop_file:

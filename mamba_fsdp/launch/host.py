@@ -42,7 +42,7 @@ class Variables(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """The Python that trains: the one of .venv in the project, or the one of an image."""
+    """The Python interpreter that trains: of the project's .venv, or of an image."""
 
     python: str
     image: str  # "" for .venv
@@ -149,21 +149,20 @@ def read_mounts(environ: Mapping[str, str]) -> List[str]:
 
     Raises LaunchError for a relative path, and for a folder that is mounted under another name.
     """
-    named = ",".join(environ.get(name, "") for name in ("MOUNTS", "DATA_PATH", "FSX_MOUNT"))
     folders = []
-    for mount in named.replace("\n", ",").split(","):
-        if not mount:
-            continue
-        if not mount.startswith("/"):
-            raise LaunchError(
-                f"MOUNTS, DATA_PATH or FSX_MOUNT: {mount}: expected the absolute path of a folder"
-            )
-        folder, _, inside = mount.partition(":")
-        if inside not in ("", folder):
-            raise LaunchError(
-                f"MOUNTS or FSX_MOUNT: {mount}: folders keep their paths in the container; write {folder}:{folder}"
-            )
-        folders.append(folder)
+    for name in ("MOUNTS", "DATA_PATH", "FSX_MOUNT"):
+        for mount in environ.get(name, "").replace("\n", ",").split(","):
+            folder, _, inside = mount.partition(":")
+            if mount and not mount.startswith("/"):
+                raise LaunchError(
+                    f"{name}={mount}: expected the absolute path of a folder, as in {name}={os.path.abspath(folder)}"
+                )
+            if inside not in ("", folder):
+                raise LaunchError(
+                    f"{name}={mount}: folders keep their paths in the container; write {name}={folder}"
+                )
+            if folder:
+                folders.append(folder)
     return folders
 
 
@@ -216,7 +215,7 @@ def check_image(image: str) -> None:
             superblock = file.read(SUPERBLOCK_BYTES)
     except OSError:
         raise LaunchError(
-            f"the image {image} can't be read by user {os.getuid()}: chmod a+r it"
+            f"the image {image} can't be read by user {os.getuid()}; its owner can allow it: chmod a+r {image}"
         ) from None
     if superblock[:4] != b"hsqs":
         raise LaunchError(

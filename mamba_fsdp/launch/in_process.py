@@ -37,10 +37,12 @@ def train(
     """
     if threading.current_thread() is not threading.main_thread():
         raise UserError(
-            "train: call it from the main thread, because only this thread can handle the signals that stop a run"
+            "call mamba_fsdp.train from the main thread, because only this thread can handle the signals that stop a run"
         )
     if on_record is not None and not callable(on_record):
-        raise UserError(f"train: on_record={on_record} is not a function")
+        raise UserError(
+            f"train: on_record={on_record} is not callable; give a function of one record"
+        )
     args = {name: format_value(value) for name, value in settings.items() if value is not None}
     resolved = resolve_settings(args, config, where="in the call")
     prepare(resolved)

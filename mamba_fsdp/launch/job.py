@@ -90,7 +90,9 @@ def submit_check(args: List[str]) -> NoReturn:
     Raises LaunchError without Slurm, and SystemExit if the settings are invalid.
     """
     if not shutil.which("salloc"):
-        raise LaunchError("--check needs a Slurm cluster, but this machine has no salloc command")
+        raise LaunchError(
+            "--check needs a Slurm cluster, but this machine has no salloc command; run it on a login node"
+        )
     os.chdir(PROJECT)
     slurm.choose_environment_of_job(os.environ.get("IMAGE", ""))
     read_plan_on_host(args or DEMO_ARGS)

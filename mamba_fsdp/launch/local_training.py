@@ -101,7 +101,9 @@ class LocalTraining:
             self.folder.make(self.plan.settings)
         except OSError:
             self.folder.remove()
-            raise LaunchError("save_ckpt_path: can't write to " + self.plan.run_folder) from None
+            raise LaunchError(
+                f"save_ckpt_path: can't write to {self.plan.run_folder}; choose another folder, or make this one writable"
+            ) from None
         self.listen()
         try:
             with stop_file_writer(self.folder.stop, self.supervisor.reason) as self.ask_ranks:

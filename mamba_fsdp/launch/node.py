@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 
@@ -213,8 +214,13 @@ def start(args: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
     except Exception as error:
+        traceback.print_exc()
         reason = f"{type(error).__name__}: {first_line(error)}"
-        print(f"error: the launcher on {node_name()} failed: {reason}", file=sys.stderr, flush=True)
+        print(
+            f"error: internal error of the launcher on {node_name()}: {reason}; please report it with the lines above",
+            file=sys.stderr,
+            flush=True,
+        )
         code = 1
     if restart and 0 < code < 128 and code != UserError.exit_code:
         return int(restart)

@@ -16,7 +16,7 @@ Writes one JSON object to the file ANSWER, or to stdout, with the fields that a 
 An invalid setting ends the program with exit code 2 within seconds. --help prints the help page and
 writes no object.
 
-The program needs only Python 3.10 and PyYAML, so that mistakes are reported before an image is
+The program needs only Python 3.10 and PyYAML, so mistakes are reported before an image is
 unpacked on many nodes. Arguments that are not written as --name=value also need fire. If fire is
 not installed, the exit code is 1.
 """
@@ -55,7 +55,10 @@ from mamba_fsdp.storage.retry import exists, is_folder
 
 
 def plan(answer: Path, *stray: str, config: str | None = None, **args: str) -> None:
-    """Resolves the settings in the arguments, and writes the plan to the file `answer`."""
+    """Resolves the settings in the arguments, and writes the plan to the file `answer`.
+
+    stray: the arguments that are not of the form --name=value. After "replay" they are the arguments of that verb, and
+    otherwise they are an error. config: a settings file. args: {name: text} of the settings."""
     trains_in_image = os.environ.get("IMAGE")
     if not trains_in_image:
         check_version()
@@ -91,7 +94,8 @@ def plan(answer: Path, *stray: str, config: str | None = None, **args: str) -> N
 def replay_settings(run: str = "", *stray: str, **options: str) -> tuple[TrainConfig, list[str]]:
     """Returns the settings of `replay RUN`, and the arguments of the verb replay.
 
-    The run folder in the settings is a temporary folder next to RUN.
+    The run folder in the settings is a temporary folder next to RUN. stray, options: further arguments of the verb, which
+    are returned unchanged; the verb checks them.
 
     Raises UserError if RUN is missing or not a run.
     """
@@ -134,7 +138,9 @@ def check_folder(settings: TrainConfig) -> None:
     folder = Path(os.path.abspath(settings.checkpoint.save_ckpt_path))
     place = _nearest_existing(folder)
     if not (is_folder(place) and os.access(place, os.W_OK)):
-        raise UserError(f"save_ckpt_path: can't write to {folder}")
+        raise UserError(
+            f"save_ckpt_path: can't write to {folder}; choose another folder, or make this one writable"
+        )
     lease = Lease(folder / LEASE)
     holder = lease.read_snapshot()
     if holder and holder.is_alive():

@@ -73,8 +73,8 @@ def this_job() -> Job:
     number = os.environ["SLURM_JOB_ID"]
     if os.environ.get("SLURM_HET_SIZE"):
         raise LaunchError(
-            "this is a heterogeneous job (sbatch ... : ...), and its parts can't train together; request "
-            "nodes of one kind: sbatch --nodes=N"
+            "the parts of a heterogeneous job (sbatch ... : ...) can't train together; request nodes of one kind: "
+            "sbatch --nodes=N"
         )
     name = number
     if os.environ.get("SLURM_ARRAY_TASK_ID"):
@@ -132,7 +132,7 @@ def check_image_support(image: str) -> None:
     """Raises LaunchError if this Slurm has no container plugin that can run steps in images."""
     if "--container-image" not in command_output("srun", "--help"):
         raise LaunchError(
-            "this Slurm can't run images, because its plugin Pyxis is not enabled; docs/image.md explains how to enable it; "
+            "Slurm can't run images here, because its plugin Pyxis is not enabled; docs/image.md explains how to enable it; "
             f"to train without an image, rename {image} and run ./0.create_env.sh"
         )
 
@@ -298,7 +298,7 @@ def release_nodes(job: Job, kept: Sequence[str]) -> bool:
 def _update(job: Job, fields: Dict[str, str]) -> bool:
     assignments = [f"{name}={value}" for name, value in fields.items()]
     update = ["scontrol", "update", "JobId=" + job.name, *assignments]
-    # scontrol can write scripts to its working directory, so that is a temporary folder.
+    # scontrol can write scripts to its working directory, so it runs in a temporary folder.
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             update,

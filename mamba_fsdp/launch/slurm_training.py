@@ -196,7 +196,7 @@ class SlurmTraining:
             self.supervisor.send(signal.SIGKILL)  # the command can ignore SIGTERM
             state = self.job_state(EXIT_SIGTERM)
         except StartFailed as error:
-            if not self.plan:  # `prepare` could not count the start without the run folder
+            if not self.plan:  # `prepare` failed before it counted the start
                 self.count_start()
             if str(error):
                 print_line(f"error: {error}")
@@ -352,7 +352,9 @@ class SlurmTraining:
         """
         sentence = f"can't write to {plan.run_folder} on {self.job.nodes[0]}"
         if self.job.restart == 0:
-            raise LaunchError("save_ckpt_path: " + sentence)
+            raise LaunchError(
+                f"save_ckpt_path: {sentence}; choose a folder that all nodes can write to"
+            )
         raise StartFailed(sentence + ", although an earlier start of this job could")
 
     def make_data(self) -> None:
@@ -623,17 +625,17 @@ class SlurmTraining:
         if self.supervisor.stop_signal:
             return
         print_line(
-            "{}: stopping after the current step and a checkpoint, or immediately before the first step".format(
+            "{}: stopping after the current step and a checkpoint (immediately if no step has begun)".format(
                 signal.Signals(number).name[len("SIG") :]
             )
         )
         self.supervisor.request_stop(number)
         if number == signal.SIGUSR1:  # other signals announce that Slurm itself ends the job
             self.seconds_run = slurm.seconds_run(self.job)
-            left = slurm.seconds_left(self.job)
-            if left is not None:
-                self.seconds_left = left
-                seconds = max(1, int(left - DEADLINE_SECONDS))
+            seconds_left = slurm.seconds_left(self.job)
+            if seconds_left is not None:
+                self.seconds_left = seconds_left
+                seconds = max(1, int(seconds_left - DEADLINE_SECONDS))
                 signal.alarm(min(seconds, MAX_ALARM_SECONDS))
 
     # ------------------------------------------------------------------------------------------------ at the end

@@ -284,7 +284,9 @@ def parse_model_config(path: Path, values: Mapping[str, Any]) -> ModelConfig:
     a model that can't be built."""
     for name, value in values.items():
         if name not in FIELDS:
-            raise UserError(f"{path}: {name} is not a model setting of mamba_fsdp")
+            raise UserError(
+                f"{path}: {name} is not a model setting of mamba_fsdp; remove this line"
+            )
         leaf = FIELDS[name]
         try:
             if type(value) is not leaf.type:

@@ -112,10 +112,10 @@ class SSM(Sublayer):
         if self.whole_mixer_operator in self.backends and state is None:
             return self.run_whole_mixer(self.project_in(x, self.in_proj), seq_idx)
         x, *rest = self.project(x)
-        seen = 0
+        earlier = 0
         entering = None
         if state:
-            seen = state["conv"].shape[1]
+            earlier = state["conv"].shape[1]
             entering = state["ssm"]
             x = torch.cat([state["conv"], x], dim=1)
         if state is not None:
@@ -128,8 +128,8 @@ class SSM(Sublayer):
             seq_idx=seq_idx,
             backend=self.backends["conv"],
         )
-        if seen:
-            x = x[:, seen:]
+        if earlier:
+            x = x[:, earlier:]
         y = self.scan(
             *self.scan_inputs(x, *rest),
             seq_idx=seq_idx,
@@ -145,16 +145,16 @@ class SSM(Sublayer):
         context = self.context
         length = x.shape[1]
         x, *rest = self.project(x)
-        seen = self.conv1d.weight.shape[2] - 1
+        earlier = self.conv1d.weight.shape[2] - 1
         x = causal_conv_silu(
-            torch.cat([context.previous_inputs(x, seen), x], dim=1),
+            torch.cat([context.previous_inputs(x, earlier), x], dim=1),
             self.conv1d.weight,
             getattr(self.conv1d, "bias", None),
-            seq_idx=context.own_columns(seq_idx, length, before=seen),
+            seq_idx=context.own_columns(seq_idx, length, before=earlier),
             backend=self.backends["conv"],
         )
         y = self.scan_context_parallel(
-            *self.scan_inputs(x[:, seen:], *rest),
+            *self.scan_inputs(x[:, earlier:], *rest),
             seq_idx=context.own_columns(seq_idx, length),
             continues=context.continues_document(seq_idx, length),
         )

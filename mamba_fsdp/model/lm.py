@@ -145,7 +145,7 @@ class MambaLM(nn.Module):
 
         With `states`, it returns (that result, the states after these tokens), so that a long sequence can be read in
         windows: `logits, states = model(first, [])`, then `logits, states = model(second, states)`. The results equal
-        those of one long window. An empty list starts a sequence. The given states are not changed. They carry
+        the results of one long window. An empty list starts a sequence. The given states are not changed. They carry
         gradients, so detach them where backpropagation through time should end. With them, seq_idx must be None.
 
         The states are a list with {name of a mixer's module: its state} for each layer. A state has the tensors
@@ -164,7 +164,7 @@ class MambaLM(nn.Module):
 
         labels (batch, length): the token after each position, or -100 to ignore the position. weights (batch, length):
         a factor for each token's loss. seq_idx: see mamba_fsdp/ops. documents: the documents of seq_idx; without them,
-        they are read from seq_idx, so that the host waits for the device.
+        they are read from seq_idx, so the host waits for the device.
         """
         assert seq_idx is None or self.reset_at_documents, (
             "this model was not built to reset at documents"

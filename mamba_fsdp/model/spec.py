@@ -20,7 +20,7 @@ LM_HEAD = "lm_head.weight"
 MODEL_MULTIPLIERS = ("embedding", "residual", "logits", "logits_divisor")
 MIXER_NAMES = ("mixer", "mixer2")  # module names; mixer2 runs beside mixer
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-ROPE_SCALINGS = {  # {kind: names of its numbers}; see ops/rope.py
+ROPE_SCALINGS = {  # {kind: names of its parameters}; see ops/rope.py
     "linear": {"factor"},
     "dynamic": {"factor", ORIGINAL_LENGTH},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", ORIGINAL_LENGTH},
@@ -252,7 +252,7 @@ def _attention(config: "ModelConfig") -> Parameters:
 
 
 def _attention_flops(config: "ModelConfig", seq_length: int) -> float:
-    """Returns the FLOPs per token of the two products of attention, q . k and weights . v. Attention is causal, so that
+    """Returns the FLOPs per token of the two products of attention, q . k and weights . v. Attention is causal, so
     a position attends to seq_length / 2 positions on average."""
     return 2 * 2 * config.n_head * config.resolved_head_dim * seq_length / 2
 
@@ -276,7 +276,7 @@ def _check_attention(config: "ModelConfig") -> None:
     kind, numbers = config.rope
     if kind and numbers.keys() != ROPE_SCALINGS.get(kind):
         raise UserError(
-            f"rope_scaling={config.rope_scaling}: the kind or a number is unknown, or a number is missing"
+            f"rope_scaling={config.rope_scaling}: the kind or a number is unknown, or a number is missing; see --help=rope_scaling"
         )
     if any(number <= 0 for number in numbers.values()):
         raise UserError(f"rope_scaling={config.rope_scaling}: all numbers must be above 0")

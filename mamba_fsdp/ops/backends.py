@@ -114,7 +114,9 @@ def demands(setting: str, used: Collection[str] = OPERATORS) -> dict[str, str]:
     absent = [operator for operator in demanded if operator not in used]
     if absent or not demanded:
         missing = " or ".join(absent) or "operator with that backend"
-        raise UserError(f"kernels={setting}: this model has no {missing}, only {', '.join(used)}")
+        raise UserError(
+            f"kernels={setting}: this model has no {missing}, only {', '.join(used)}; kernels=auto chooses backends that work"
+        )
     return demanded
 
 
@@ -188,10 +190,10 @@ def _why_no_candidate(
     """Returns why a backend is not a candidate: it is for another device, or a part of the mixer has another backend.
     Returns None for a candidate."""
     if BACKENDS[backend] not in ("any", device_type):
-        return f"it is for {BACKENDS[backend]} devices"
+        return f"{backend} is for {BACKENDS[backend]} devices"
     for part in parts_with(operator, backend):
         if chosen[part] != backend:
-            return f"its {part} is {chosen[part]}"
+            return f"the backend of {part} is {chosen[part]}"
     return None
 
 
@@ -203,7 +205,9 @@ def parts_with(operator: str, backend: str) -> list[str]:
 def why_not(
     operator: str, backend: str, uses: Collection[Use], assumed: Collection[str] = ()
 ) -> str | None:
-    """Returns why a backend does not support all `uses`, or None if it does."""
+    """Returns why a backend does not support all `uses`, or None if it does.
+
+    assumed: backends that count as available, whether this machine has them or not."""
     if backend not in assumed:
         reason = why_unavailable(operator, backend)
         if reason:

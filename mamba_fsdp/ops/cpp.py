@@ -175,7 +175,7 @@ def as_rows(*activations: Tensor | None) -> list[Tensor]:
     """Returns the activations, each (batch, length, channels) or None, in C's layout: contiguous channels, and evenly
     spaced positions over the whole batch.
 
-    The backend was chosen for these inputs, so that another device or dtype, or a mixture, is a programmer's mistake.
+    The backend was chosen for these inputs, so another device or dtype, or a mixture, is a programmer's mistake.
     """
     kinds = {(a.device.type, a.dtype) for a in activations if a is not None}
     assert len(kinds) == 1 and kinds <= set(product(("cpu", "meta"), TYPES)), (

@@ -38,9 +38,7 @@ def why_not(use: Use) -> str | None:
     if use.deterministic and use.operator in VARIES:
         return f"deterministic=true, and {VARIES[use.operator]}"
     if use.elements >= REACH:
-        return (
-            f"its kernels reach 2^31 elements, and a batch has {use.elements:,}: lower batch_size"
-        )
+        return f"mamba-ssm's kernels support 2^31 elements, but a batch has {use.elements:,}: lower batch_size"
     if use.operator == "conv" and use.channels % 8:
         return f"causal-conv1d takes multiples of 8 channels, not {use.channels}"
     if use.operator == "gdn" and use.channels > 256:
@@ -61,8 +59,8 @@ def check_reach(*tensors: Tensor) -> None:
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
         if last >= REACH:
             raise UserError(
-                f"a batch of {tensor.shape[0]} x {tensor.shape[1]:,} tokens has an element {last:,}, and mamba-ssm's kernels "
-                "reach 2^31: take fewer tokens at a time"
+                f"a batch of {tensor.shape[0]} x {tensor.shape[1]:,} tokens spans {last + 1:,} elements, but mamba-ssm's kernels "
+                "support 2^31; give fewer or shorter sequences at a time"
             )
 
 

@@ -20,7 +20,9 @@ class QuickKernel(JITFunction[Any]):
         super().__init__(function, **options)
         self.names = [parameter.name for parameter in self.params]
         self.defaults = [parameter.default for parameter in self.params]
-        self.taken = [parameter.name for parameter in self.params if not parameter.is_constexpr]
+        self.runtime_names = [
+            parameter.name for parameter in self.params if not parameter.is_constexpr
+        ]
         self.launches: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def run(self, *values: Any, grid: tuple[int, ...], **named: Any) -> None:
@@ -46,13 +48,14 @@ class QuickKernel(JITFunction[Any]):
         # `compiled` is None if a compilation hook refused. Kernels with TMA descriptors are always launched by Triton.
         if compiled and not getattr(compiled, "tensormaps_info", ()):
             names = [*self.names[: len(values)], *named, *self.names]
-            taken = itemgetter(*map(names.index, self.taken))
-            self.launches[specialisation] = _launcher(compiled, taken)
+            select = itemgetter(*map(names.index, self.runtime_names))
+            self.launches[specialisation] = _launcher(compiled, select)
 
 
-def _launcher(compiled: CompiledKernel, taken: Callable[[list[Any]], Any]) -> Callable[..., None]:
-    """Returns a function that launches the kernel as Triton does, and calls the launch hooks. taken: picks the kernel's
-    arguments from the arguments and defaults."""
+def _launcher(compiled: CompiledKernel, select: Callable[[list[Any]], Any]) -> Callable[..., None]:
+    """Returns a function that launches the kernel as Triton does, and calls the launch hooks.
+
+    select: a function that returns the parameters of the kernel, from a list of the arguments and the defaults."""
     launch = compiled.c_wrapper
     shape = (compiled.num_warps, compiled.num_ctas, *compiled.clusterDims, compiled.shared)
     function = compiled.cu_function
@@ -60,6 +63,6 @@ def _launcher(compiled: CompiledKernel, taken: Callable[[list[Any]], Any]) -> Ca
     def launch_compiled(grid: tuple[int, ...], stream: int, arguments: list[Any]) -> None:
         x, y, z = (*grid, 1, 1)[:3]
         hooks = (CompiledKernel.launch_enter_hook, CompiledKernel.launch_exit_hook)
-        launch(x, y, z, *shape, stream, function, *hooks, compiled, *taken(arguments))
+        launch(x, y, z, *shape, stream, function, *hooks, compiled, *select(arguments))
 
     return launch_compiled

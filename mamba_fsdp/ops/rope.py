@@ -19,8 +19,10 @@ from torch import Tensor
 def frequencies(
     rotary_dim: int, theta: float, device: torch.device, scaling: tuple, length: int
 ) -> Tensor:
-    """Returns the angle by which each pair of channels turns per position, (rotary_dim / 2) fp32. scaling: the kind (""
-    for none) and its numbers by transformers' names; length: of the text so far, for the dynamic scaling."""
+    """Returns the angle by which each pair of channels turns per position, (rotary_dim / 2) fp32.
+
+    scaling: (kind, {name of a parameter in transformers: value}); the kind is "" without scaling. length: the length of
+    the text so far, for the dynamic scaling."""
     kind, numbers = scaling
     original = numbers.get("original_max_position_embeddings")
     factor = numbers.get("factor")

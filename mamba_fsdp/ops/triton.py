@@ -41,7 +41,7 @@ def why_unavailable() -> str | None:
         major, minor = torch.cuda.get_device_capability()
         if (major, minor) < OLDEST:
             return (
-                f"its kernels are for GPUs of compute capability 8.0 and newer, not {major}.{minor}"
+                f"the kernels are for GPUs of compute capability 8.0 and newer, not {major}.{minor}"
             )
     if not os.environ.get("CC") and not shutil.which("gcc") and not shutil.which("clang"):
         return "Triton finds no C compiler: install gcc, or name one in the environment as CC"
@@ -65,7 +65,7 @@ def operator(
 
     torch.compile takes the operator as one call. run launches the kernels and returns only new tensors; fake returns
     empty tensors of the same shapes and dtypes. gradient is a Function; its forward calls the operator within
-    `below_autograd()`. Its backward calls another operator, so that the backward pass is one call too.
+    `below_autograd()`. Its backward calls another operator, so the backward pass is one call too.
     """
     name = schema.partition("(")[0]
     RUNS[name] = run

@@ -15,7 +15,7 @@ HAS_FSDP2 = torch.__version__ >= "2.6"
 
 
 def load_shard() -> Callable[..., ParallelModel]:
-    """Returns the function `shard` of fsdp2.py if torch has FSDP2, otherwise the one of fsdp1.py."""
+    """Returns the function `shard` of fsdp2.py if torch has FSDP2, otherwise the function `shard` of fsdp1.py."""
     name = "fsdp2" if HAS_FSDP2 else "fsdp1"
     return import_module(f"mamba_fsdp.parallel.{name}").shard
 

@@ -51,8 +51,8 @@ class ContextGroup:
 
     def continues_document(self, seq_idx: Tensor | None, length: int) -> Tensor:
         """Returns, for each position of this rank, whether it is in the same document as the last position of the
-        previous rank, as a bool tensor (batch or 1, length). On the first rank the result has no effect: it is
-        applied to states and inputs that are zeros there."""
+        previous rank, as a bool tensor (batch or 1, length). On the first rank the result has no effect, because it is
+        applied to states and inputs that are zeros."""
         with_last = self.own_columns(seq_idx, length, before=1)
         if with_last is None:
             return torch.ones(1, length, dtype=torch.bool, device=self.device)

@@ -19,7 +19,7 @@ class FSDP1Model(ParallelModel):
     def reduce_gradients(self) -> None:
         """Makes every gradient the sum over all ranks.
 
-        FSDP1 has divided the gradients by the number of ranks, so that they are multiplied by it here. This is exact if
+        FSDP1 has divided the gradients by the number of ranks, so they are multiplied by it here. This is exact if
         the number is a power of two. The gradients of replicated parameters are summed."""
         averaged = [slot.local.grad for slot in self.sharded if slot.local.grad is not None]
         if averaged and self.world.size > 1:

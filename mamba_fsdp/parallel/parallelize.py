@@ -109,8 +109,8 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], share: Fraction) -> None:
 def select_recomputed(count: int, share: Fraction) -> list[bool]:
     """Returns, for each of `count` blocks, whether it recomputes its activations.
 
-    Block i, counted from 1, recomputes if i * share reaches 0.5, 1.5, 2.5, ... there, as in fms-fsdp. This spreads the
-    recomputing blocks evenly."""
+    Block i, counted from 1, recomputes if one of the numbers 0.5, 1.5, 2.5, ... is above (i - 1) * share and at most
+    i * share, as in fms-fsdp. This spreads the recomputing blocks evenly."""
     reached = [(index * share + Fraction(1, 2)) // 1 for index in range(count + 1)]
     return [before < after for before, after in zip(reached, reached[1:])]
 
@@ -119,7 +119,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*inputs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs)
-        # A block does not use random numbers, so that the state of random generators need not be saved and restored.
+        # A block does not use random numbers, so the state of random generators need not be saved and restored.
         return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     return run

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 # Matches error messages of gloo, NCCL and the store that are caused by the loss of another rank.
 PEER_LOST = re.compile("onnection|peer|remote process|network|imeout|imed out")
 # Keeps destroyed process groups alive, with torch 2.2 only. That version frees a group while it holds the GIL, and
-# waits for the threads of the group. These threads can need the GIL to free the tensors of the last collective, so that
+# waits for the threads of the group. These threads can need the GIL to free the tensors of the last collective, so
 # the process hangs. Newer versions release the GIL. There the groups must be freed before the process ends, because a
 # thread that needs the GIL of a finalizing interpreter aborts the process ("terminate called without an active
 # exception").

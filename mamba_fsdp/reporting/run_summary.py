@@ -85,7 +85,7 @@ def summarise_run(folder: Path, name: str) -> RunSummary:
     entries = read_entries(folder / METRICS)
     if not entries:
         raise UserError(
-            f"{folder}: {METRICS} has no entries yet; the run writes the first one with its first report"
+            f"{folder}: {METRICS} has no entries yet; repeat the command after the first report of the run"
         )
     events = read_events(folder)
     metrics: dict[str, dict[int, float]] = {}

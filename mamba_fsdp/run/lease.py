@@ -1,7 +1,7 @@
 """Implements leases: at any time, only the process that owns the lease of a folder writes there.
 
 A lease is a file. Its holder renews it, by updating the modification time, as long as the process lives. A lease that
-is no longer renewed expires, so that nobody has to clean up after a crash. Locks of the operating system are not used:
+is no longer renewed expires, so nobody has to clean up after a crash. Locks of the operating system are not used:
 on a shared file system, it depends on the mount options whether other hosts see them.
 
 A process can be suspended at any moment, even between checking its lease and the write that follows, and continue after
@@ -68,7 +68,7 @@ class Holder:
     host: str
     pid: int
     since: str  # when the lease was acquired, in UTC
-    machine: str | None  # see _process_namespace
+    machine: str | None  # boot id and PID namespace of the host, see _process_namespace
     started: int | None  # see _process_start_time
     job: str | None  # the Slurm job id
 
@@ -164,11 +164,11 @@ class Lease:
         """
         content = json.dumps(asdict(Holder.this_process()), indent=1).encode()
         self.content = content
-        while not retry_io(self._claim, self.file, content):
-            seen = self.read_snapshot()
-            if seen is None or seen.content == content:
+        while not retry_io(partial(self._claim, content), self.file):
+            snapshot = self.read_snapshot()
+            if snapshot is None or snapshot.content == content:
                 continue
-            if seen.is_alive() is not False and seen != self.expired:
+            if snapshot.is_alive() is not False and snapshot != self.expired:
                 delete(self.staging)
                 return False
             retry_io(self._move_file_away, self.file)
@@ -239,8 +239,8 @@ class Lease:
 
     def is_held(self) -> bool:
         """Returns whether this process owns the lease. Raises OSError if the file can't be read."""
-        seen = self._read_snapshot()
-        return seen is not None and seen.content == self.content
+        snapshot = self._read_snapshot()
+        return snapshot is not None and snapshot.content == self.content
 
     def check(self, trying: Callable[..., Any] = retry_io) -> None:
         """Raises LeaseLostError if this process no longer owns the lease, and UserError if the file can't be read.
@@ -251,19 +251,19 @@ class Lease:
         trying: runs the check, by default with retries.
         """
         try:
-            seen = trying(self._read_snapshot_in_folder, self.file)
+            snapshot = trying(self._read_snapshot_in_folder, self.file)
         except OSError as error:
             raise storage_error(
                 error, f"{self.file}: can't be read ({error.strerror}); fix that and run again"
             ) from None
-        if seen and seen.content == self.content:
+        if snapshot and snapshot.content == self.content:
             return
         what = f"has lost its {self.file.name}"
-        if seen:
-            what = f"is in use by {seen}"
+        if snapshot:
+            what = f"is in use by {snapshot}"
         raise LeaseLostError(
-            f"{self.target} {what}: this run was suspended for a while, or somebody removed the file; it "
-            "stops here and writes nothing more"
+            f"{self.target} {what}: this run was suspended for a while, or somebody removed the file. The run stops here and "
+            "writes nothing more; the same command resumes when the other process has ended"
         )
 
     @contextlib.contextmanager
@@ -312,8 +312,8 @@ class Lease:
 
     def _read_snapshot(self) -> LeaseSnapshot | None:
         try:
-            # Opening the file makes an NFS client ask its server for the current version. A symbolic link is rejected,
-            # because a broken link can neither be read nor created.
+            # Opening the file makes an NFS client ask its server for the current version. Symbolic links are rejected:
+            # if the target of a link is missing, the lease can't be read, and creating it fails because the link exists.
             return LeaseSnapshot(*read_once(self.file, MAX_LEASE_BYTES, os.O_NOFOLLOW))
         except FileNotFoundError:
             return None

@@ -16,7 +16,7 @@ import re
 from typing import Callable, List, Optional
 
 SETTINGS = "config.yaml"
-# Numbered settings of a start; events.jsonl names the file of each start.
+# Numbered settings of a start; events.jsonl records the file of each start.
 SETTINGS_COPY = "config.{}.yaml"
 METRICS = "metrics.jsonl"
 STEPS = "steps.jsonl"  # loss and gradient norm of every step, in full precision

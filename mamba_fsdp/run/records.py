@@ -43,7 +43,7 @@ class Log:
     The constructor replaces the file by a copy without the entries after `step`, because the run repeats these steps.
 
     Each write opens the file before it checks `lease`. A process that is suspended after the check can lose the lease
-    meanwhile. It then appends to a file that its successor has already replaced, so that the write has no effect.
+    meanwhile. It then appends to a file that its successor has already replaced, so the write has no effect.
 
     failing: whether the last write failed. Its entries stay in memory and are written with the next ones.
     """
@@ -140,7 +140,9 @@ def read_entries(path: Path) -> list[dict]:
     try:
         return retry_io(lambda: [entry for entry, _ in iterate_entries(path)], path)
     except OSError as error:
-        raise UserError(f"{path}: can't be read ({error.strerror})") from None
+        raise UserError(
+            f"{path}: can't be read ({error.strerror}); allow this user to read the file"
+        ) from None
 
 
 def iterate_entries(path: Path) -> Iterator[tuple[dict, int]]:
@@ -197,7 +199,7 @@ def latest_values(run_folder: Path) -> dict[str, Any]:
 
 
 def flatten_numbers(entry: dict) -> dict[str, Any]:
-    """Returns the numbers of a metrics entry, without its step.
+    """Returns {metric: value} of an entry in metrics.jsonl, without its step.
 
     The number of a source has a name like `source_epochs/code`. A number that is not finite is None.
     """
@@ -272,7 +274,7 @@ def read_status(run_folder: Path) -> dict[str, Any]:
             snapshot and snapshot.is_alive() is not False for snapshot in (before, holder)
         )
         if status.get("status") == "running" and is_over:
-            reason = f"{holder or 'its process'} ended without writing its status: it was killed, or the disk was full"
+            reason = f"{holder or 'the process of the run'} ended without writing its status: it was killed, or the disk was full"
             status |= {"status": "failed", "step": newest_step(run_folder), "reason": reason}
     return status
 

@@ -53,8 +53,8 @@ class DatasetConfig:
     """Type of the token ids in flat files (.bin, .npy). nanoGPT writes uint16, OLMo uint16 or uint32. auto: read the
     type from the NumPy header."""
     delimiter: str = setting("")
-    """The character that separates the fields of CSV files. Empty: the one of comma, semicolon, tab and vertical bar
-    that occurs most often in the header."""
+    """The character that separates the fields of CSV files. Empty: comma, semicolon, tab or vertical bar, whichever
+    occurs most often in the header."""
     config: str = setting("", elsewhere="dataset_config dataset_config_name subset")
     """Name of the configuration (subset) of a dataset on the Hub."""
     split: str = setting("")
@@ -93,7 +93,9 @@ class DatasetConfig:
                 f"--strip_tokens={','.join(self.strip_tokens)}: give token ids, as in 1,2"
             )
         if self.splits == "official" and self.split:
-            raise UserError(f"--split={self.split} and --splits=official exclude each other")
+            raise UserError(
+                f"--split={self.split} selects the split to read, but --splits=official imports all splits; give only one of them"
+            )
         self._check_encoding()
         if len(self.delimiter) > 1:
             raise UserError(

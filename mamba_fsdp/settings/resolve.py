@@ -106,7 +106,8 @@ def read_file(name: str | None) -> ParsedSettings:
     version = content.pop("version", None)  # only a run's config.yaml has it
     if version not in (None, VERSION):
         raise UserError(
-            f"{path}: settings of version {version}; this version of the program reads version {VERSION}"
+            f"{path} contains settings of version {version}, but this version of the program reads version {VERSION}; use "
+            "the version that wrote the file"
         )
     given = {name: value for name, value in flatten(content, path).items() if value is not None}
     settings = ParsedSettings(given, f"in {path}", is_of_run=version is not None)
@@ -375,7 +376,7 @@ def note_on_recipe(settings: TrainConfig) -> list[str]:
     It is also empty for the default model, the demo, unless the run starts from trained weights."""
     from_weights = bool(settings.checkpoint.init_from)
     name_of_recipe = recipe_name(settings.model.model_name)
-    taken = [
+    from_recipe = [
         f"{name}={format_value(value)}"
         for name, value in recipe(name_of_recipe, from_weights).items()
         if name not in settings.explicit and settings.value(name) == value
@@ -384,9 +385,9 @@ def note_on_recipe(settings: TrainConfig) -> list[str]:
         name_of_recipe = "for trained weights (others)"
     elif settings.model.model_name == default("model_name"):
         return []
-    if not taken:
+    if not from_recipe:
         return []
-    return [f"{', '.join(taken)}: from the recipe {name_of_recipe} in {RECIPES_FILE}"]
+    return [f"{', '.join(from_recipe)}: from the recipe {name_of_recipe} in {RECIPES_FILE}"]
 
 
 def default(name: str) -> Any:

@@ -169,7 +169,7 @@ class OptimizerConfig:
     """The optimizer and its hyperparameters."""
 
     recipe: str = setting("tuned", choices=("tuned", "published"))
-    """Where the defaults of the optimizer and of the schedule come from. tuned: the best that this project has measured on
+    """Source of the defaults of the optimizer and of the schedule. tuned: the best values that this project has measured on
     small models, with a learning_rate for this width and batch (docs/tuning.md); the default without a preset.
     published: as the model of model_name was trained (mamba_fsdp/settings/recipes.yaml); the default for presets and for
     starts from trained weights. A run that resumes keeps its recipe."""
@@ -287,17 +287,19 @@ class TrainingConfig:
                 prompts = read_text(given) + "\n"
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", error)
-            raise UserError(f"eval_prompts={given}: can't be read: {reason}") from None
+            raise UserError(
+                f"eval_prompts={given}: can't be read ({reason}); give text in UTF-8, or the path of a readable .txt file"
+            ) from None
         if given and not prompts.strip():
-            raise UserError(f"eval_prompts={given}: it contains no prompt; write one per line")
+            raise UserError(f"eval_prompts={given} contains no prompt; write one prompt per line")
         return prompts
 
     def check(self) -> None:
         """Raises UserError if global_batch_size is not a multiple of batch_size, and for unknown names in `kernels`."""
         if self.global_batch_size % self.batch_size:
             raise UserError(
-                f"global_batch_size {self.global_batch_size} is not a multiple of "
-                f"batch_size {self.batch_size}"
+                f"global_batch_size={self.global_batch_size} is not a multiple of batch_size={self.batch_size}; set "
+                f"global_batch_size={round_up(self.global_batch_size, self.batch_size)}, or another batch_size"
             )
         demands(self.kernels)
 
@@ -318,7 +320,7 @@ class CheckpointConfig:
     load_ckpt_path: str = setting("", is_path=True)
     """Checkpoint or weights that a new run starts from. From a file (.pth, .pt, .bin, .safetensors) it loads the weights.
     From a run or checkpoint folder it loads the weights and the optimizer state, and with resuming_dataset the position in
-    the data. The model takes the shape of the weights, as with init_from. The path can also be that of save_ckpt_path."""
+    the data. The model takes the shape of the weights, as with init_from. The path can be the same as save_ckpt_path."""
     resuming_dataset: bool = setting(False)
     """Also load the position in the data from load_ckpt_path."""
     init_from: str = setting("", is_path=True)
@@ -504,8 +506,10 @@ class TrainConfig:
             )
 
     def check_model(self) -> None:
-        """Raises UserError if the model is invalid or can't be trained with these settings. Call it when the model's shape is
-        known: with init_from, that is after the weights' configuration has been read."""
+        """Raises UserError if the model is invalid or can't be trained with these settings.
+
+        With init_from, call this function only after the configuration of the weights has been read, because that
+        configuration determines the model."""
         self.model.check()
         if self.parallel.context_parallel > 1 and self.model.has_mixer("gdn"):
             raise UserError(

@@ -28,8 +28,8 @@ class Format:
         path: the file, for messages. content: all its fields. Raises UserError if the file has another format or version."""
         if not self.reads(content):
             raise UserError(
-                f"{path}: {content.get('format')!r} of version {content.get('version')}; this version of the program "
-                f"reads {self.name!r} of version {self.version} here"
+                f"{path}: the file has the format {content.get('format')!r} of version {content.get('version')}, but this version of "
+                f"the program reads {self.name!r} of version {self.version}; use the version that wrote the file"
             )
         return {name: value for name, value in content.items() if name not in self.header()}
 

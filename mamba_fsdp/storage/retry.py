@@ -34,7 +34,7 @@ MAX_READ = 1 << 30  # the maximal size in bytes of a file to read as a whole
 
 
 def retry_io(action: Callable[..., T], what: str | Path, *inputs: Any) -> T:
-    """Calls `action(*inputs)` and returns its result. After a transient OSError it is called again, so that it must be
+    """Calls `action(*inputs)` and returns its result. After a transient OSError it is called again, so it must be
     repeatable.
 
     what: the file or folder, for messages. Raises StorageError if transient errors last longer than RETRY_SECONDS. Other
@@ -371,7 +371,9 @@ def write_for_user(path: str | Path, data: str | bytes, own: Path | None = None)
     try:
         write_atomically(path, data, own)
     except OSError as error:
-        raise UserError(f"{path}: can't be written ({error.strerror})") from None
+        raise UserError(
+            f"{path}: can't be written ({error.strerror}); choose another path, or make this one writable"
+        ) from None
 
 
 def move(old: Path, new: Path) -> None:

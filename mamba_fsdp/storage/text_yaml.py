@@ -13,7 +13,7 @@ def load_yaml(path: Path, is_own: bool = False) -> dict[str, Any]:
     """Reads a YAML file.
 
     is_own: whether the file belongs to this program. null then stays text, and the C parser is used; it is ten times faster
-    but crashes on deep nesting, so that it is not used for untrusted files. Returns the content with every scalar as text, or
+    but crashes on deep nesting, so it is not used for untrusted files. Returns the content with every scalar as text, or
     None if it is null; {} for an empty file. Raises UserError for a file that can't be read, is not a mapping, or contains a
     name twice.
     """

@@ -398,7 +398,7 @@ def select_kernels(
         def compare() -> None:
             if tested == tested0 and bits != bits0:
                 raise UserError(
-                    f"{rank_and_host()}: its results are not bitwise equal to the results of {where0}"
+                    f"{rank_and_host()}: the results are not bitwise equal to the results of {where0}"
                 )
 
         run_on_all_nodes(world, compare)

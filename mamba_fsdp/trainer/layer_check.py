@@ -67,7 +67,7 @@ READS_AFTER_STATE = [Rows(1, 1, before=1), Rows(1, 17, before=16), Rows(1, 609, 
 
 
 class SecondOfTwo(ContextGroup):
-    """Stands for the second of two ranks that share sequences. The first rank has the same inputs, so that no other
+    """Behaves like the second of two ranks that share sequences. The first rank has the same inputs, so no other
     process is needed."""
 
     def previous_inputs(self, x: torch.Tensor, count: int) -> torch.Tensor:
@@ -251,7 +251,7 @@ class LayerCheck:
                 off = f"off by {measured.error:.1g} of its largest value"
                 return f"{measured.tensor} is {off}; {measured.allowed:.1g} is allowed", ""
             if not repeats:
-                return "its results do not repeat bit for bit", ""
+                return "the results do not repeat bit for bit", ""
             bits += measured.bits
         return "", bits
 

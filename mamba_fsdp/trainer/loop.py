@@ -1,10 +1,10 @@
 """Runs the training loop: load a batch, accumulate gradients, run one small collective, clip, and update the weights;
 once in a while report, validate and save.
 
-On a GPU, the host runs ahead of the device. It reads the numbers of a step, such as the loss, after it has launched the
-next step, so that it never waits for the device during a step. Clipping, skipping a step and the loss scale of fp16
-depend on these numbers within the same step. Therefore they are computed on the device. All ranks compute them from the
-same sums, and so they all make the same decision.
+On a GPU, the host runs ahead of the device. It reads the statistics of a step, such as the loss, after it has launched
+the next step, so that it never waits for the device during a step. Clipping, skipping a step and the loss scale of fp16
+depend on these statistics within the same step. Therefore they are computed on the device. All ranks compute them from
+the same sums, and so they all make the same decision.
 """
 
 import math
@@ -31,7 +31,7 @@ from mamba_fsdp.trainer.step_stats import StepStats, StepSums, sum_over_ranks
 from mamba_fsdp.trainer.stopping import StopRequest
 from mamba_fsdp.trainer.validation import batch_loss, validate
 
-# How many later steps can be launched before the numbers of a step are read.
+# How many later steps can be launched before the statistics of a step are read.
 STEPS_AHEAD = {"cpu": 0, "cuda": 1}
 
 
@@ -77,7 +77,7 @@ class PendingStep:
 
 
 class StepQueue:
-    """The launched steps with numbers that the host has not read yet."""
+    """The launched steps whose statistics (StepStats) the host has not read yet."""
 
     def __init__(
         self, context: TrainContext, logger: MetricsLogger, saver: Saver, stop: StopRequest
@@ -90,7 +90,7 @@ class StepQueue:
         self.steps: deque[PendingStep] = deque()
 
     def advance(self) -> bool:
-        """Takes steps until the queue is empty: the numbers of all steps have been read.
+        """Takes steps until the queue is empty, that is, until the host has read the statistics of all steps.
 
         On a CPU the queue is empty after each step. On a GPU it is emptied before a validation or a save, after the
         last step, and when a rank has been asked to stop. Returns whether the run must stop before its last step.
@@ -98,27 +98,27 @@ class StepQueue:
         while True:
             step = take_step(self.context, self.logger.clock, self.stop, ahead=len(self.steps))
             self.steps.append(step)
-            is_asked = self._finish(0 if self._is_something_due() else self.max_pending)
-            if is_asked:
+            must_stop = self._finish(0 if self._is_something_due() else self.max_pending)
+            if must_stop:
                 self._finish(0)
             if not self.steps:
                 is_last = self.context.state.step == self.context.schedule.total_steps
-                return is_asked and not is_last
+                return must_stop and not is_last
 
     def _is_something_due(self) -> bool:
-        """Returns whether a validation or a save is due after the newest step. Both need the numbers of all steps."""
+        """Returns whether a validation or a save is due after the newest step. Both need the statistics of all steps."""
         schedule = self.context.schedule
         newest = self.context.state.step + len(self.steps)
         return schedule.is_due(schedule.eval_steps, newest) or self.saver.is_due(newest)
 
     def _finish(self, max_pending: int) -> bool:
         """Finishes the oldest steps, until at most `max_pending` are left. Returns whether a rank was asked to stop."""
-        is_asked = False
+        must_stop = False
         while len(self.steps) > max_pending:
             stats = finish_step(self.context, self.logger, self.saver, self.steps.popleft())
             self.stop.has_stepped = True
-            is_asked = is_asked or stats.stop_requested
-        return is_asked
+            must_stop = must_stop or stats.stop_requested
+        return must_stop
 
 
 def take_step(
@@ -176,7 +176,7 @@ def take_step(
 def finish_step(
     context: TrainContext, logger: MetricsLogger, saver: Saver, step: PendingStep
 ) -> StepStats:
-    """Waits for the numbers of a step, counts the step in the train state, and reports it. Returns the numbers.
+    """Waits for the statistics of a step, counts the step in the train state, and reports it. Returns the statistics.
 
     Raises UserError after max_skipped_steps skipped steps in a row.
     """
@@ -198,7 +198,7 @@ def finish_step(
 
 
 def count_step(context: TrainContext, step: PendingStep) -> StepStats:
-    """Waits for the numbers of a step, and counts the step in the train state. Returns the numbers."""
+    """Waits for the statistics of a step, and counts the step in the train state. Returns the statistics."""
     schedule = context.schedule
     stats = StepStats.unpack(step.read_numbers())
     overflow_expected = context.loss_scale.record(context.state, stats)
@@ -213,7 +213,7 @@ def count_step(context: TrainContext, step: PendingStep) -> StepStats:
 
 
 def iterate_steps(context: TrainContext) -> Iterator[StepStats]:
-    """Takes one step after the other, and yields the numbers of each. Nothing is reported, validated or saved."""
+    """Takes one step after the other, and yields the statistics of each. Nothing is reported, validated or saved."""
     clock = Clock(context.state.step, context.world.size)
     stop = StopRequest(context.checkpointer.folder, on_rank0=False)
     with context.loader:

@@ -1,13 +1,13 @@
 """Implements Muon: updates the matrices of mixers and MLPs by their orthogonalized momentum, all other parameters by
 AdamW.
 
-The algorithm is described in Jordan et al. 2024, kellerjordan.github.io/posts/muon. A step is scaled as in Liu et al.
-2025, Muon is Scalable for LLM Training (arXiv 2502.16982): its elements are as large as in a step of AdamW, so that the
+The algorithm is described in Jordan et al. 2024, kellerjordan.github.io/posts/muon. An update is scaled as in Liu et al.
+2025, Muon is Scalable for LLM Training (arXiv 2502.16982): its elements are as large as in an update of AdamW, so the
 same learning rate and weight decay are suitable for both. If a parameter consists of several stacked matrices, such as
 in_proj with its parts for z, x, B, C and dt, these are orthogonalized separately.
 
 Each parameter has an owner, the one rank that orthogonalizes its matrices. The ranks of the owner's shard group send
-their parts of the momentum to the owner, and the owner sends each rank its part of the step. This takes two
+their parts of the momentum to the owner, and the owner sends each rank its part of the update. This takes two
 all-to-alls. Each of them transfers all parameters together, in the dtype of the orthogonalization.
 """
 
@@ -29,8 +29,8 @@ Coefficients = Sequence[tuple[float, float, float]]
 COEFFICIENTS: dict[str, Coefficients] = {
     # Jordan et al. Singular values above 0.0015 become values between 0.68 and 1.21.
     "jordan": 5 * [(3.4445, -4.7750, 2.0315)],
-    # For each iteration the polynomial with the smallest maximum error, as in Amsel et al. 2025, The Polar Express (arXiv
-    # 2505.16932). Singular values above 0.01 become values between 0.72 and 1.27.
+    # These are the polynomials with the smallest maximum error, one for each iteration, as in Amsel et al. 2025, The Polar
+    # Express (arXiv 2505.16932). Singular values above 0.01 become values between 0.72 and 1.27.
     "minimax": [
         (8.0934, -23.6205, 17.4462),
         (3.6366, -2.7219, 0.5365),
@@ -39,7 +39,7 @@ COEFFICIENTS: dict[str, Coefficients] = {
 }
 MIN_NORM = 1e-7
 MAX_BATCH = 1 << 26  # elements of the matrices that are orthogonalized together
-# Root mean square of the elements of AdamW's step at a learning rate of 1 (Liu et al.).
+# Root mean square of the elements of AdamW's update at a learning rate of 1 (Liu et al.).
 ADAMW_RMS = 0.2
 
 
@@ -59,8 +59,8 @@ def _assign_owners(slots: Iterable[ParameterSlot], ranks: int) -> list[list[Para
     return owned
 
 
-def _replace_with_steps(matrices: list[Tensor], coefficients: Coefficients) -> None:
-    """Replaces each matrix in the list with its step at a learning rate of 1: see `orthogonalize`.
+def _replace_with_updates(matrices: list[Tensor], coefficients: Coefficients) -> None:
+    """Replaces each matrix in the list with its update at a learning rate of 1: see `orthogonalize`.
 
     Matrices of one shape, or of its transpose, are orthogonalized together, up to MAX_BATCH elements at a time, because
     a few large products take less time than many small ones.
@@ -73,9 +73,9 @@ def _replace_with_steps(matrices: list[Tensor], coefficients: Coefficients) -> N
         for first in range(0, len(numbers), together):
             chosen = numbers[first : first + together]
             batch = torch.stack([_wide(matrices[number]) for number in chosen])
-            for number, step in zip(chosen, orthogonalize(batch, coefficients)):
-                is_wide = matrices[number].shape == step.shape
-                matrices[number] = step if is_wide else step.T
+            for number, update in zip(chosen, orthogonalize(batch, coefficients)):
+                is_wide = matrices[number].shape == update.shape
+                matrices[number] = update if is_wide else update.T
 
 
 def _wide(matrix: Tensor) -> Tensor:
@@ -86,9 +86,9 @@ def _wide(matrix: Tensor) -> Tensor:
 def orthogonalize(batch: Tensor, coefficients: Coefficients) -> Tensor:
     """Approximates U V^T of each matrix with the SVD U S V^T, by Newton-Schulz iterations.
 
-    The result is scaled to the size of a step of AdamW at a learning rate of 1.
+    The result is scaled to the size of an update of AdamW at a learning rate of 1.
 
-    batch: (matrices, rows, columns), with rows <= columns. coefficients: those of each iteration.
+    batch: (matrices, rows, columns), with rows <= columns. coefficients: (a, b, c) of each iteration.
     """
     norms = torch.linalg.matrix_norm(batch, keepdim=True)
     x = batch / (norms + MIN_NORM)
@@ -115,7 +115,7 @@ class Muon(torch.optim.AdamW):
         """groups: the parameter groups that AdamW updates.
 
         rows: {parameter: [number of rows of each stacked matrix]}. dtype: the dtype of the orthogonalization.
-        momentum: the decay rate of the momentum. coefficients: those of each Newton-Schulz iteration. adamw: the
+        momentum: the decay rate of the momentum. coefficients: (a, b, c) of each Newton-Schulz iteration. adamw: the
         arguments of AdamW.
         """
         super().__init__([*groups, {"params": [slot.local for slot in rows]}], **adamw)
@@ -135,9 +135,9 @@ class Muon(torch.optim.AdamW):
         momenta = {slot: self._update_momentum(slot, refused) for slot in self.rows}
         group = self.param_groups[-1]
         rate = group["lr"] * (1 - refused)
-        for slot, step in zip(chain(*self.owned), self._steps(momenta)):
+        for slot, update in zip(chain(*self.owned), self._updates(momenta)):
             slot.local.mul_(1 - rate * group["weight_decay"])
-            slot.local.sub_(rate * step.view_as(slot.local).float())
+            slot.local.sub_(rate * update.view_as(slot.local).float())
         super().step()  # this skips the matrices, because their gradients are None now
 
     def _update_momentum(self, slot: ParameterSlot, refused: Tensor) -> Tensor:
@@ -154,8 +154,8 @@ class Muon(torch.optim.AdamW):
         mean.lerp_(gradient, 1 - self.momentum)
         return gradient.lerp_(mean, self.momentum).view(-1).to(self.empty.dtype)
 
-    def _steps(self, momenta: Mapping[ParameterSlot, Tensor]) -> tuple[Tensor, ...]:
-        """Returns this rank's part of the step of each parameter at a learning rate of 1, ordered by owner.
+    def _updates(self, momenta: Mapping[ParameterSlot, Tensor]) -> tuple[Tensor, ...]:
+        """Returns this rank's part of the update of each parameter at a learning rate of 1, ordered by owner.
 
         momenta: this rank's part of each matrix to orthogonalize.
         """
@@ -177,11 +177,15 @@ class Muon(torch.optim.AdamW):
         matrices = [
             matrix for slot, whole in zip(mine, wholes) for matrix in whole.split(self.rows[slot])
         ]
-        del wholes  # each matrix is freed when its step replaces it
-        _replace_with_steps(matrices, self.coefficients)
+        # The matrices are views of the whole parameters. Without `wholes`, a parameter's storage is freed as soon as the
+        # updates have replaced all its matrices.
+        del wholes
+        _replace_with_updates(matrices, self.coefficients)
         stacked = iter(matrices)
-        steps = [torch.cat([next(stacked) for _ in self.rows[slot]]).view(-1) for slot in mine]
-        outgoing = [[step[slot.part(other)] for slot, step in zip(mine, steps)] for other in ranks]
+        updates = [torch.cat([next(stacked) for _ in self.rows[slot]]).view(-1) for slot in mine]
+        outgoing = [
+            [update[slot.part(other)] for slot, update in zip(mine, updates)] for other in ranks
+        ]
         incoming = [[slot.local.numel() for slot in slots] for slots in self.owned]
         return self._exchange(outgoing, incoming)
 

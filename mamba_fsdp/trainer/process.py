@@ -1,5 +1,5 @@
-"""Prepares a process for training and restores its state at the end, because a notebook or a program continues after
-it."""
+"""Prepares a process for training, and restores the state of the process at the end, because a notebook or another
+program continues in this process after the training."""
 
 import contextlib
 import os

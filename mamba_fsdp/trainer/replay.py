@@ -123,13 +123,13 @@ def find_step_range(run: Path, first: int, count: int) -> StepRange:
         start = from_json(StartEvent, before[-1])
     except ValueError as error:
         raise UserError(
-            f"{run / EVENTS}: the event of the start at step {before[-1]['step']} is damaged: {error}"
+            f"{run / EVENTS}: the event of the start at step {before[-1]['step']} is damaged: {error}; choose another checkpoint with --from"
         ) from None
     return StepRange(run, first, kept, max(made), recorded, start)
 
 
 def read_recorded_steps(run: Path, first: int, last: int) -> dict[int, dict[str, Any]]:
-    """Returns {step: its numbers} for the steps after `first`, up to `last`, whose loss and gradient norm are recorded."""
+    """Returns {step: {metric: value}} for the steps after `first`, up to `last`, whose loss and gradient norm are recorded."""
     recorded = {}
     for entry, _ in iterate_entries(run / STEPS):
         numbers = flatten_numbers(entry)
@@ -249,7 +249,9 @@ def compare_tensors(context: TrainContext, checkpoint: Path) -> str:
     """
     problems = verify(checkpoint, context.world)
     if problems:
-        raise UserError(f"checkpoint {checkpoint} is broken: {'; '.join(problems)}")
+        raise UserError(
+            f"checkpoint {checkpoint} is broken: {'; '.join(problems)}; choose another one with --from"
+        )
     reader = Reader(checkpoint, read_contents(checkpoint))
 
     def differing() -> list[str]:

@@ -217,7 +217,7 @@ def completion_message(start: StartingPoint) -> str:
         return ""
     what = f"already has all its {format_count(step, 'step')}"
     if step > start.schedule.total_steps:
-        what = f"is already past {start.schedule.total_steps}: it has {format_count(step, 'step')}"
+        what = f"has {format_count(step, 'step')} already, more than num_steps={start.schedule.total_steps}"
     folder = start.settings.checkpoint.save_ckpt_path
     return f"complete   {folder} {what}; raise num_steps to train on"
 

@@ -266,11 +266,12 @@ def check_memory(memory: dict[str, int], world: World, print_line: PrintLine) ->
     on_gpu = world.device.type == "cuda"
     if on_gpu and needed > MAX_ESTIMATE_ERROR * available:
         raise UserError(
-            f"this needs about {format_quantity(needed, 'B')} of a GPU, but it has {format_quantity(available, 'B')}: {MEMORY_ADVICE}"
+            f"the training needs about {format_quantity(needed, 'B')} of memory on each GPU, but a GPU has only "
+            f"{format_quantity(available, 'B')}: {MEMORY_ADVICE}"
         )
     if on_gpu and needed > available:
         print_line(
-            f"warning    the GPU has only {format_quantity(available, 'B')}: {MEMORY_ADVICE}"
+            f"warning    the training can run out of memory: each GPU has only {format_quantity(available, 'B')}: {MEMORY_ADVICE}"
         )
     on_machine = needed * world.local_size
     if not on_gpu and on_machine > 0.4 * available:

@@ -227,7 +227,7 @@ def check_vocabulary(
                 model = weights or find_weights(origin.path)
                 remedy = import_hint(model.tokenizer_path)
             raise UserError(
-                f"{store.path} has a vocabulary of {store.vocab_size}, the model only {vocab_size}; {remedy}"
+                f"{store.path} has a vocabulary of {store.vocab_size} tokens, but the model only {vocab_size}; {remedy}"
             )
 
 
@@ -241,18 +241,18 @@ def initial_state(
 ) -> tuple[TrainState, str]:
     """Returns (the train state before the first step, a description of the checkpoint or the weights for the log).
 
-    Raises UserError if the model is known to have been trained with another tokenizer than the one of the data.
+    Raises UserError if the model is known to have been trained with another tokenizer than the data.
     """
     state = TrainState()
     source: str | Path = origin.path
-    learnt: list[str] = []
+    trained_with: list[str] = []
     begins = "the start"
     if weights:
-        learnt = list(weights.tokenizer_identities())
+        trained_with = list(weights.tokenizer_identities())
         begins = f"the weights in {source}"
     elif checkpoint and saved:
         source = checkpoint.path
-        learnt = [saved.progress.tokenizer]
+        trained_with = [saved.progress.tokenizer]
         begins = f"checkpoint {source.name}"
         if origin.is_own:
             state = saved.progress
@@ -265,7 +265,7 @@ def initial_state(
     if data.sources:
         tokens = representative_source(data.sources.values())
         if not settings.data.allow_other_tokenizer:
-            check_tokenizer(tokens.path, tokens.tokenizer, source, learnt)
+            check_tokenizer(tokens.path, tokens.tokenizer, source, trained_with)
         state.tokenizer = tokens.tokenizer
     return state, begins
 
@@ -376,6 +376,6 @@ def print_data(settings: TrainConfig, data: RunData, origin: Origin, print_line:
         known = max(store.vocab_size for store in stores)
         if not origin.setting and 2 * known < settings.model.vocab_size:
             print_line(
-                f"warning    the model has {settings.model.vocab_size:,} tokens, the data only {known:,} of them: "
-                f"set vocab_size={known}"
+                f"warning    the model's vocabulary has {settings.model.vocab_size:,} tokens, but the vocabulary of the data "
+                f"has only {known:,}; set vocab_size={known}"
             )

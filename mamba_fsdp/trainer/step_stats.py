@@ -1,4 +1,4 @@
-"""Defines the numbers of a step: the sums over ranks from its collective, and the numbers that the host reads
+"""Defines the statistics of a step: the sums over ranks from its collective, and the values that the host reads
 afterwards."""
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ def sum_over_ranks(
     label_weight: float,
     host_numbers: list[float],
 ) -> StepSums:
-    """Sums the numbers of a step over all ranks in a single collective. The host does not wait for the result.
+    """Sums the statistics of a step over all ranks in a single collective. The host does not wait for the result.
 
     loss_sum, gradient_squares: 0-dim tensors on the device. label_weight, host_numbers: numbers on the host.
     """
@@ -38,7 +38,7 @@ def sum_over_ranks(
 
 @dataclass
 class StepStats:
-    """The numbers of a step, the same on all ranks, after the host has read them."""
+    """The statistics of a step, the same on all ranks, after the host has read them."""
 
     loss: float  # weighted mean over the labels, in nats
     gradient_norm: float  # the norm before clipping
@@ -55,7 +55,7 @@ class StepStats:
     def pack_host_numbers(
         world: World, stop_requested: bool, is_writing: bool, own_seconds: float
     ) -> list[float]:
-        """Returns the numbers of this rank's host for the collective of a step."""
+        """Returns the values that this rank's host contributes to the collective of a step."""
         seconds_per_rank = [0.0] * world.size
         seconds_per_rank[world.rank] = own_seconds
         return [stop_requested, is_writing, *seconds_per_rank]
@@ -69,7 +69,7 @@ class StepStats:
         loss_scale_good_steps: torch.Tensor,
         host_numbers: torch.Tensor,
     ) -> torch.Tensor:
-        """Combines the numbers into one tensor on the device.
+        """Combines the statistics into one tensor on the device, so that the host reads them with a single copy.
 
         host_numbers: the sum of `pack_host_numbers` over all ranks.
         """
@@ -78,7 +78,7 @@ class StepStats:
 
     @classmethod
     def unpack(cls, numbers: list[float]) -> "StepStats":
-        """Parses the numbers that `pack` has combined."""
+        """Parses the statistics that `pack` has combined."""
         loss, gradient_norm, applied, scale, good_steps, stops, writers = numbers[: cls.FIXED]
         return cls(
             loss=loss,

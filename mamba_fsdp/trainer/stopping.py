@@ -104,7 +104,7 @@ class StopRequest:
             self.reason = signal.Signals(number).name
             if self.announces:
                 print(
-                    f"\n{self.reason}: stopping after the current step and a checkpoint, or immediately before the first step",
+                    f"\n{self.reason}: stopping after the current step and a checkpoint (immediately if no step has begun)",
                     file=sys.stderr,
                     flush=True,
                 )

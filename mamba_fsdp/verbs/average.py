@@ -39,7 +39,7 @@ def main(run: str, out: str = "", *, options: Options) -> None:
     chosen = [kept[step] for step in steps if step in kept]
     if len(chosen) < max(2, count):
         raise UserError(
-            f"{run} does not have the {count} requested checkpoints; it has checkpoints of steps {', '.join(map(str, kept))}"
+            f"{run} does not have the {count} requested checkpoints; choose at least two of the steps {', '.join(map(str, kept))}"
         )
     weights = options.weights or [1.0] * count
     total = sum(weights)

@@ -81,7 +81,7 @@ def main(path: str | Path, options: Options) -> int:
         raise unexpected_path_error(path, INSPECTABLE)
     if verify:
         raise UserError(
-            f"{path}: --verify is for token stores, checkpoints and runs; this has no checksums"
+            f"{path} has no checksums; --verify accepts only token stores, checkpoints and runs"
         )
     if place.kind in ("model", "model_file", "dcp"):
         show_model(place.path)

@@ -2,7 +2,7 @@
 python -m mamba_fsdp plan [DATA] --hours=N [--NAME=VALUE ...]
 
 Does this training fit into memory, and how long does it take? Memory is
-measured with meta tensors and time is calculated, so that no GPU is needed.
+measured with meta tensors and time is calculated, so no GPU is needed.
 NAME is one of the options below or a setting of training.py; --help=all lists
 both.
 
@@ -356,7 +356,7 @@ def measured_seconds(run: Path) -> dict[str, float]:
     ]
     if not writes:
         raise UserError(
-            f"--measured={run}: its events.jsonl records no save after which the training continued; give another run"
+            f"--measured={run}: the run's events.jsonl records no save after which the training continued; give another run"
         )
     stalled = sum(entry.get("checkpoint_stall_seconds", 0) for entry in read_entries(run / METRICS))
     measured = {"save": stalled / len(writes), "write": median(writes)}

@@ -183,6 +183,6 @@ def problems_of_checks(reports: dict[str, dict]) -> list[Problem]:
         for node, text in texts.items():
             if text != expected:
                 remedy = check.if_nodes_differ.format(node=node)
-                sentence = f"it has {text}, {usual} has {expected}; {remedy}"
+                sentence = f"it has {text}, but {usual} has {expected}; {remedy}"
                 problems.append(Problem(1, node, sentence))
     return problems

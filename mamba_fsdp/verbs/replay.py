@@ -3,7 +3,7 @@
 Check that a run was computed correctly. Replay repeats steps of the run from
 one of its checkpoints. It compares the loss and the gradient norm of each step,
 and the next checkpoint, bit for bit with the records of the run. On another
-device, stack or number of ranks, results can differ in the last bits, so that
+device, stack or number of ranks, results can differ in the last bits, so
 it compares with a tolerance. Nothing is written into RUN; the run can train at
 the same time. To use all ranks, run ./1.train.sbatch replay RUN, or the same
 with sbatch, as for a training.

@@ -56,5 +56,7 @@ def report(*runs: str | Path, options: Options) -> Path:
         make_folder(file.parent, parents=True)
         write_for_user(file, page)
     except OSError as error:
-        raise UserError(f"{error.filename}: can't be written ({error.strerror})") from None
+        raise UserError(
+            f"{error.filename}: can't be written ({error.strerror}); give another path with --out"
+        ) from None
     return file

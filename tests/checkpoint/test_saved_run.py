@@ -37,6 +37,7 @@ def test_the_state_of_a_run_comes_back_or_is_refused_by_name(run):
     checkpointer.wait()
     assert read_saved_run(checkpointer.last) == run
     with pytest.raises(
-        UserError, match="^run: its state.json was written by .*: seq_length is 0, not"
+        UserError,
+        match="^run: another version of the program wrote state.json .seq_length is 0, not",
     ):
         SavedRun.from_state({**asdict(run), "seq_length": 0}, Path("run"))

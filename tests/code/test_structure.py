@@ -13,21 +13,21 @@ import pytest
 # raises the limit of its folder, and its message gives the reason. A commit that needs fewer tokens lowers the limit.
 MAX_TOKENS = {
     ".": 5_333,
-    "checkpoint": 9_016,
+    "checkpoint": 9_019,
     "data": 9_820,
-    "importing": 18_269,
+    "importing": 18_295,
     "inference": 4_227,
-    "interop": 12_385,
-    "launch": 23_174,
+    "interop": 12_401,
+    "launch": 23_167,
     "model": 11_173,
     "ops": 36_863,
     "parallel": 7_060,
     "planning": 7_012,
     "reporting": 3_935,
-    "run": 4_555,
-    "settings": 9_823,
+    "run": 4_558,
+    "settings": 9_824,
     "storage": 3_177,
-    "trainer": 22_970,
+    "trainer": 22_971,
     "verbs": 8_563,
 }
 NOT_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}

@@ -124,7 +124,8 @@ def test_parts_of_a_long_document_are_held_out(prepare, tmp_path, texts):
 def test_too_little_text_for_a_validation_is_refused(prepare, tmp_path):
     (tmp_path / "a.txt").write_text("a few words")
     with pytest.raises(
-        UserError, match="too few to hold out 0.01 .*give --overwrite --validation_fr"
+        UserError,
+        match="fraction=0.01 holds out 0 of the .*fewer than 32; .*--overwrite --validation_fr",
     ):
         prepare(tmp_path / "a.txt", tmp_path / "out", validation_fraction=0.01)
 

@@ -146,7 +146,7 @@ def test_other_splits_are_left_out_of_training(tmp_path, capsys, name, pattern):
     assert first_tokens(tree) == [5]
     output = capsys.readouterr().out
     others = f"train is read; {len(stores) - 1} of {len(stores)} files belong to other splits"
-    assert others in output and "--split=all reads them too" in output
+    assert others in output and "--split=all reads all files" in output
     every = list(range(5, 5 + len(stores)))
     assert first_tokens(tree, split="all") == every
     for split in {"validation", "test"}.intersection(stores):
@@ -187,7 +187,7 @@ def test_a_name_without_a_matching_train_is_not_a_split(tmp_path, capsys, name):
 def test_a_missing_part_of_a_numbered_set_is_named(tmp_path, capsys):
     for number in (0, 2):
         write_records(tmp_path / f"train-0000{number}-of-00003.jsonl", [[number]])
-    with pytest.raises(UserError, match="train-00001-of-00003.jsonl: is missing from its numbered"):
+    with pytest.raises(UserError, match="train-00001-of-00003.jsonl is missing from its numbered"):
         first_tokens(tmp_path)
     assert first_tokens(tmp_path, skip_unreadable=True) == [0, 2]
     assert "left out: 1 missing from their numbered sets" in capsys.readouterr().out

@@ -58,7 +58,7 @@ def test_datasets_are_mixed_by_their_weights_or_sizes(tmp_path):
     (validation,) = validation_sources(weighted).values()
     assert validation.path == tmp_path / "a/validation"
     assert validation_sources(replace(data, validation_path="none")) == {}
-    with pytest.raises(UserError, match="datasets=a,a contains a name twice"):
+    with pytest.raises(UserError, match="datasets=a,a lists a dataset twice"):
         training_sources(DataConfig(str(tmp_path), datasets=["a", "a"]))
 
 

@@ -86,7 +86,7 @@ def test_the_identity_depends_on_the_content_not_the_path(store, tmp_path):
     assert copy.read(3, 5).tokens.tolist() == store.read(3, 5).tokens.tolist()
 
 
-OF_VERSION = "of version .*; this version of the program reads"
+OF_VERSION = "of version .*, but this version of the program reads"
 DAMAGES = {  # {command that damages the store: part of the message}
     "rm -r $PWD": "no such file or folder; make a token store there: ",
     "rm -r $PWD && echo text > $PWD": "a file that no command accepts, not a token store",
@@ -97,8 +97,8 @@ DAMAGES = {  # {command that damages the store: part of the message}
     "truncate -s 300 index.json": "index.json: can't be read",
     "sed -i 's/.eos.: 0/\"eos\": 1/' index.json": "does not match its own checksum",
     "rm 00001.bin": "00001.bin: can't be read",
-    "truncate -s 2 00001.bin": "00001.bin: it has 2 bytes instead of the",
-    "truncate -s 0 00000.doc": "00000.doc: it has 0 bytes instead of the 16 in the index",
+    "truncate -s 2 00001.bin": "00001.bin: the file has 2 bytes instead of the",
+    "truncate -s 0 00000.doc": "00000.doc: the file has 0 bytes instead of the 16 in the index",
 }
 
 

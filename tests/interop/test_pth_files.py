@@ -123,7 +123,7 @@ def saved(content, share=1.0):
 CUT = "file.pth .* is incomplete or damaged; copy"
 PROGRAM = "file.pth is damaged or contains more than tensors and plain values"
 ARCHIVE = "file.pth is a TorchScript or tar archive, which can contain code"
-NO_DICT = "file.pth does not contain a dict of tensors"
+NO_DICT = "file.pth is not a dict of tensors"
 REFUSED = {  # {case: (function that writes the file, part of the message)}
     "script": (write_script, ARCHIVE),
     "tar": (write_tar, ARCHIVE),
@@ -132,7 +132,7 @@ REFUSED = {  # {case: (function that writes the file, part of the message)}
     "half a zip": (saved(TENSORS, 0.5), CUT),
     "text": (
         lambda path: path.write_text("some text"),
-        "file.pth does not contain weights: it is neither",
+        "file.pth does not contain weights; give a safetensors file or",
     ),
     "no tensor": (saved({"a": 1}), NO_DICT),
     "missing": (lambda path: None, "can't read .*file.pth: No such file"),

@@ -45,7 +45,7 @@ FIELDS = [  # (base, changed fields, part of the message)
     ("llama", {"rope_scaling": {"type": "su"}, "rope_parameters": None}, "is 'su'; this program"),
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_scaling=linear: the kind or"),
     ("hybrid", {"attn_layer_indices": ["x"]}, r"attn_layer_indices lists layers \['x'\], but"),
-    ("hybrid", {"mamba_d_head": 5}, "SSM heads are 4, with 5 channels each, but"),
+    ("hybrid", {"mamba_d_head": 5}, "SSM heads .4 with 5 channels each. do not match the"),
     ("hybrid", {"partial_rotary_factor": 0.4, "rope_parameters": None}, "0.4 rotates 3 of 8 ch"),
     (
         "granite-4.0-h-micro",
@@ -164,10 +164,14 @@ MTP = r"model.safetensors contains layers for multi-token prediction \(MTP\), .*
 @pytest.mark.parametrize(
     ("name", "tensor", "words"),
     [
-        (D, None, f"it lacks {D}"),
+        (D, None, f"{D} is missing"),
         ("surprise", ONES, "the model has no surprise"),
         ("mtp.fc.weight", ONES, MTP),
-        ("backbone.norm_f.weight", ONES, r"backbone.norm_f.weight is \(7,\), not \(32,\)"),
+        (
+            "backbone.norm_f.weight",
+            ONES,
+            r"backbone.norm_f.weight has the shape \(7,\), not \(32,\)",
+        ),
         ("lm_head.weight", torch.ones(64, 32), f"lm_head.weight differs from {TIED}"),
     ],
 )
@@ -225,8 +229,14 @@ NO_MODELS = {  # {"existing file and its content": (path given by the user, part
         "a folder that no command accepts .x., not a model; name a run, a checkpoint",
     ),
     "folder/config.json {": ("folder", "config.json: can't be read"),
-    f"folder/config.json {HF_CONFIG}": ("folder", "no weights next to it .model.safetensors or"),
-    f"folder/config.json {OUR_CONFIG}": ("folder", "no weights next to it .consolidated.00.pth or"),
+    f"folder/config.json {HF_CONFIG}": (
+        "folder",
+        "no weights next to it; add model.safetensors or",
+    ),
+    f"folder/config.json {OUR_CONFIG}": (
+        "folder",
+        "no weights next to it; add consolidated.00.pth or",
+    ),
     "notes.txt text": ("notes.txt", "notes.txt: text, not a model"),
     "folder/COMMIT": (
         "folder/COMMIT",

@@ -17,8 +17,9 @@ REFUSED = {
     "GPUS_PER_NODE=4 PROCESSES_PER_NODE=2": "contradict each other; set only one",
     "MAX_RESTARTS=-1": "MAX_RESTARTS=-1: expected an integer of at least 0",
     "PROFILE=yes": "PROFILE=yes: expected torch or nsys",
-    "FSX_MOUNT=/mnt/lustre:/fsx": "write /mnt/lustre:/mnt/lustre",
-    "MOUNTS=my": "MOUNTS, DATA_PATH or FSX_MOUNT: my: expected the absolute",
+    "FSX_MOUNT=/mnt/lustre:/fsx": "write FSX_MOUNT=/mnt/lustre",
+    "DATA_PATH=/data:/x": "DATA_PATH=/data:/x: folders keep their paths in the container; write DATA_PATH=/data",
+    "MOUNTS=my": "MOUNTS=my: expected the absolute path of a folder, as in MOUNTS=/",
 }
 
 

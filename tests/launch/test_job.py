@@ -296,7 +296,7 @@ def test_a_slurm_that_runs_no_images_is_told_at_once(cluster, image):
         done, _, _ = cluster.submit(*words, script=script)
         assert done.returncode == 2, done.stdout
         (line,) = done.stdout.splitlines()
-        assert line.startswith("error: this Slurm can't run images"), line
+        assert line.startswith("error: Slurm can't run images here"), line
 
 
 # ------------------------------------------------------------------------------------------------ removals

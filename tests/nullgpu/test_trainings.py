@@ -97,7 +97,7 @@ def test_a_scan_that_triton_2_can_not_compile_is_refused_before_it_is_tried(trai
     """A d_state that the scan's kernels do not support with Triton 2 is an error before compilation. A signal would
     otherwise kill Triton's compiler at each start."""
     (report,) = train(num_steps=2, layers="mamba1", d_state=128)
-    assert "its kernels take a d_state of up to 64 with this Triton, not 128" in report["ended"]
+    assert "with this Triton, the kernels support a d_state of up to 64, not 128" in report["ended"]
 
 
 @pytest.mark.pinned

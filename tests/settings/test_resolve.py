@@ -251,7 +251,7 @@ WRONG_FILES = {
     "optimizer: 3\n": "must be one of adamw, muon",
     "seed: 1\ntraining: {seed: 2}\n": "given twice",
     "seed: 1\nd_model: 8\nseed: 2\n": "seed is given twice",
-    "version: 2\nseed: 1\n": "settings of version 2; this version of the program reads version 1",
+    "version: 2\nseed: 1\n": "settings of version 2, but this version of the program reads version 1; use",
 }
 
 
@@ -401,7 +401,7 @@ DATASET_MISTAKES = {
     "tokenizer=none eos_token=0": "give --vocab_size=N too",
     "vocab_size=9": "is for --tokenizer=none",
     "strip_tokens=1,x": "give token ids",
-    "splits=official split=all": "exclude each other",
+    "splits=official split=all": "give only one of them",
     "delimiter=;;": "give one character",
     "part=4/4": "the parts of 4 are 0/4 to 3/4",
     "part=half": "the parts of 4 are 0/4 to 3/4",

@@ -92,8 +92,8 @@ WRONG_FILES = {
     "{": "can't be read .Expecting .*; do this",
     "[]": r"can't be read \(the content is \[\], not an object\); do this",
     '{"format": "ours", "version": 1}': r"can't be read \(the content lacks step\); do this",
-    '{"step": 1, "eos": 0}': "None of version None; .* reads 'ours' of version 1",
-    '{"format": "ours", "version": 2}': "'ours' of version 2; ",
+    '{"step": 1, "eos": 0}': "the file has the format None of version None, .* reads 'ours' of version 1",
+    '{"format": "ours", "version": 2}': "the file has the format 'ours' of version 2, ",
 }
 
 

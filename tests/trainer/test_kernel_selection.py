@@ -309,7 +309,7 @@ def test_kernels_are_selected_again_if_the_settings_change(tmp_path, spoil):
     assert choose(tmp_path / "run")[0].backends["conv"] == "cpp"
     choice, _ = choose(tmp_path / "run", deterministic=True)
     assert choice.backends == {**REFERENCE_OF_MAMBA1, "scan": "cpp"}
-    assert "conv not cpp: its results do not repeat bit for bit" in str(choice)
+    assert "conv not cpp: the results do not repeat bit for bit" in str(choice)
     for origin in ("tested, ", "chosen when this run began"):
         assert choose(tmp_path / "run", reset_at_documents=False)[1].startswith(origin)
 
@@ -462,7 +462,7 @@ def test_the_only_rank_with_a_wrong_backend_is_named(tmp_path):
     assert wrong.startswith(f"{here}gradient of mixer.conv1d.weight over 1 x ")
     assert "off by 2 of its largest" in wrong
     assert others_bits.startswith(
-        f"{here}its results are not bitwise equal to the results of rank 0"
+        f"{here}the results are not bitwise equal to the results of rank 0"
     )
     assert "--exclude=NODE" in others_bits
     assert lost.startswith("1 rank 1 on ") and "the GPU is lost: start again" in lost

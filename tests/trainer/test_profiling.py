@@ -37,7 +37,11 @@ def test_the_speed_of_training_is_measured_without_leaving_files(
 
 @pytest.mark.parametrize(
     "need, warning",
-    [(79, ""), (95, "warning    the GPU has only 80.0 GB: lower batch"), (110, None)],
+    [
+        (79, ""),
+        (95, "warning    the training can run out of memory: each GPU has only 80.0 GB: lower"),
+        (110, None),
+    ],
 )
 def test_a_gpu_that_is_too_small_is_reported_at_the_start(monkeypatch, need, warning):
     """If the estimated memory of a step is close to the memory of the GPU, a warning is printed. If it is more than
@@ -47,7 +51,9 @@ def test_a_gpu_that_is_too_small_is_reported_at_the_start(monkeypatch, need, war
     printed = []
     memory = {"weights": 10**9, "activations": (need - 1) * 10**9}
     if warning is None:
-        with pytest.raises(UserError, match="needs about 110.0 GB .* has 80.0 GB: lower batch"):
+        with pytest.raises(
+            UserError, match="needs about 110.0 GB .* has only 80.0 GB: lower batch"
+        ):
             check_memory(memory, world, printed.append)
     else:
         check_memory(memory, world, printed.append)

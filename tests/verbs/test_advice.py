@@ -105,7 +105,7 @@ FOLLOWED = {
     "tokenize words.csv out": ("give (--text_column=words)", "+ {0}"),
     "tokenize carets.csv out": ("with (--delimiter)", "+ {0}=^"),
     "tokenize carets.csv out --delimiter=,,": (r"as in (--\S+)", "tokenize carets.csv out {0}"),
-    "tokenize short.txt out": ("give (--overwrite --validation_fraction=0)", "+ {0}"),
+    "tokenize short.txt out": ("with (--overwrite --validation_fraction=0)", "+ {0}"),
     "tokenize texts out --tokenizer=data/builtin/train/tokenizer/tokenizer.json": (
         "with (--eos_token)",
         "+ {0}='<|endoftext|>'",
@@ -144,7 +144,7 @@ FOLLOWED = {
     f"{MINE} --num_epochs=1": ("give one", f"{MINE.replace('--num_steps=9', '')} --num_epochs=1"),
     f"{MINE} --wandb_project=a": (r"without (tracker=wandb); leave it out", MINE),
     f"{MINE} --global_batch_size=3": (
-        r"a multiple of batch_size (\d)",
+        r"set global_batch_size=(\d+)",
         f"{MINE} --global_batch_size={{0}}",
     ),
     f"{MINE} --gradient_accumulation_steps=2 --global_batch_size=4": (
@@ -157,7 +157,7 @@ FOLLOWED = {
         f"{TRAIN} {{0}}",
     ),
     f"{TRAIN} --dataset_path=data --datasets=builtin,builtin": (
-        "give each name once",
+        "list each dataset once",
         f"{TRAIN} --dataset_path=data --datasets=builtin",
     ),
     f"{TRAIN} --dataset_path=data --datasets=builtin --weights=1,2": (
@@ -338,7 +338,7 @@ FOLLOWED = {
         "inspect pickled.pth.weights.pth",
     ),
     "inspect exported/demo --verify": (
-        "--verify is for (token stores), checkpoints and runs",
+        "--verify accepts only (token stores), checkpoints and runs",
         "inspect data/builtin --verify",
     ),
     "inspect runs/dem": (r"did you mean (\w+)\?", "inspect runs/{0}"),

@@ -40,7 +40,7 @@ REFUSED = {
         "data/builtin --hours=8 --d_model=64": "d_model: plan chooses it with --hours",
         "--hours=8 --tokens=2e9 --model_name=olmo-hybrid-7b": "olmo-hybrid-7b has other fixed widths",
         f"demo {P4D} --hours_between_failures=0": "--hours_between_failures=0: must be above 0",
-        f"demo {P4D} --hours_between_failures=9 --measured=empty": "empty: its events.jsonl records no save",
+        f"demo {P4D} --hours_between_failures=9 --measured=empty": "empty: the run's events.jsonl records no save",
         "demo --hours_between_failures=9 --memory=24": "the time of a step is unknown",
     },
     "evaluate": {

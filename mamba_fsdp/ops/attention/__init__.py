@@ -71,8 +71,9 @@ def attention(
     """Returns attention from every query to its own position and to earlier positions of its document, in the shape of
     q.
 
-    q (batch, length, heads, head_dim); k, v (batch, length, kv_heads, head_dim), where kv_heads divides heads. q may
-    also have only the last position, or only the last positions that `documents` names.
+    q (batch, length, heads, head_dim); k, v (batch, length, kv_heads, head_dim), where kv_heads divides heads. q can
+    also contain only the last position of each row, or only the last positions; `documents.queries` is then the number of
+    queries in each document.
     """
     assert documents or q.shape[1] in (1, k.shape[1]), f"{q.shape[1]} queries for {k.shape[1]} keys"
     assert q.shape[2] % k.shape[2] == 0, f"{k.shape[2]} kv_heads don't divide {q.shape[2]} heads"

@@ -28,7 +28,8 @@ def why_not(use: Use) -> str | None:
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: "Documents") -> Tensor:
-    if q.is_meta and is_torch_2_2():  # its operator takes no bounds there; sizes are equal
+    # The operator of torch 2.2 does not accept bounds on the meta device. The sizes of the results are equal.
+    if q.is_meta and is_torch_2_2():
         return of_one_document(q, k, v)
 
     def bounds(counts: list[int]) -> Tensor:

@@ -2,7 +2,7 @@
 at once.
 
 loss = sum over counted tokens of w (logsumexp(W h) - (W h)[label]), with w = 1 by default. The gradient of a chunk's
-logits, w (softmax - onehot), is known together with its loss, so that the forward pass also computes the gradients of h
+logits, w (softmax - onehot), is known together with its loss, so the forward pass also computes the gradients of h
 and W.
 """
 
@@ -92,7 +92,7 @@ def linear_cross_entropy(
                     grad_weight.addmm_(logits.T, hidden[span])
                 else:
                     grad_weight += logits.T @ hidden[span]
-            del logits  # before those of the next chunk
+            del logits  # frees the memory before the logits of the next chunk are computed
     if not want_gradient:
         return loss
     return _WithGradients.apply(hidden, weight, loss, grad_hidden, grad_weight)

@@ -39,7 +39,9 @@ class Inputs(NamedTuple):
 def why_not(use: Use) -> str | None:
     most = STATES_OF_2 if triton.is_version_2() else STATES
     if use.channels > most:
-        return f"its kernels take a d_state of up to {most} with this Triton, not {use.channels}"
+        return (
+            f"with this Triton, the kernels support a d_state of up to {most}, not {use.channels}"
+        )
     return None
 
 

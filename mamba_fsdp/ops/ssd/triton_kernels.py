@@ -416,7 +416,7 @@ def far(  # noqa: PLR0915
     group.
 
     entering, leaving: the states before the pair, and the gradients of the states after it. Programs of the same pair
-    are neighbours, so that both are read from memory once. grad_B, grad_C, flows: as in `near`.
+    are neighbours, so both are read from memory once. grad_B, grad_C, flows: as in `near`.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     per_group = tl.cdiv(SHARE, BLOCK)
