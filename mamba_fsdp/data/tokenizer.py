@@ -440,7 +440,11 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
         pretrained = load_for_transformers(path, "; train:4096 trains one on the input")
         backend = pretrained.backend_tokenizer
         eos_token = eos_token or pretrained.eos_token
-    if backend.token_to_id(eos_token or "") is None:
+    if not eos_token:
+        raise UserError(
+            f"tokenizer {name}: its files do not name an eos_token; name the token that ends a document with --eos_token"
+        )
+    if backend.token_to_id(eos_token) is None:
         raise UserError(
             f"tokenizer {name}: its vocabulary lacks the eos_token {eos_token!r}; name the token that ends a document "
             "with --eos_token"

@@ -73,8 +73,8 @@ class Clock:
         self.data_wait = 0.0
 
     def mean_seconds(self, step: int) -> float:
-        """Returns the mean seconds per step since the clock started. Call it after the first step."""
-        return self.seconds() / (step - self.first_step)
+        """Returns the mean seconds per step since the clock started. Until the first step has ended, these are all seconds."""
+        return self.seconds() / max(1, step - self.first_step)
 
 
 def delay_metrics(own_seconds: list[float]) -> dict[str, float]:

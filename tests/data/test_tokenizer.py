@@ -98,9 +98,15 @@ def test_only_known_identities_can_differ():
         check_tokenizer("here", "ids:1", "there", ["ids:2"])
 
 
-@pytest.mark.parametrize("eos_token", ["<end>", ""])
-def test_a_tokenizer_without_the_named_eos_is_refused(tokenizer, eos_token):
-    with pytest.raises(UserError, match=f"lacks the eos_token '{eos_token}'; name the token"):
+@pytest.mark.parametrize(
+    "eos_token, problem",
+    [
+        ("<end>", "its vocabulary lacks the eos_token '<end>'"),
+        ("", "its files do not name an eos_token"),
+    ],
+)
+def test_a_tokenizer_without_the_named_eos_is_refused(tokenizer, eos_token, problem):
+    with pytest.raises(UserError, match=f"{problem}; name the token"):
         load(tokenizer, eos_token)
 
 
