@@ -40,7 +40,7 @@ DAMAGES = {  # {part of the message: (file, function that damages it, further ar
 
 
 @pytest.mark.parametrize("message", DAMAGES)
-def test_a_broken_checkpoint_is_named_and_an_older_one_used(run, message):
+def test_a_damaged_checkpoint_is_reported_and_an_older_one_is_used(run, message):
     """A damaged checkpoint is reported with its folder and file, and the run resumes from an older one. If the user
     requests the damaged checkpoint, an error is raised."""
     make_checkpoints(run, [1, 2])
@@ -54,7 +54,7 @@ def test_a_broken_checkpoint_is_named_and_an_older_one_used(run, message):
         find_checkpoint(run / "checkpoints/step_00000002", WORLD)
 
 
-def test_a_checkpoint_under_another_steps_name_is_passed_over(run):
+def test_a_checkpoint_with_the_name_of_another_step_is_skipped(run):
     """A checkpoint in checkpoints/ is skipped if its folder name contains another step than its COMMIT. Otherwise
     each start would resume from the wrong step and remove newer checkpoints.
 
@@ -79,7 +79,7 @@ def damages(content):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", [RANK_FILE, "state.json", "COMMIT"])
-def test_no_damage_goes_unnoticed(run, file):
+def test_all_damage_is_detected(run, file):
     """If any file of a checkpoint is damaged, the damage is reported and the older checkpoint is loaded.
 
     COMMIT does not have a checksum. If damage does not change its meaning, for example in white space, the newest
@@ -114,7 +114,7 @@ def parts_of(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype):
+def test_elements_loaded_from_a_damaged_checkpoint_are_loaded_again(run, dtype):
     """Verification of a checkpoint also fills the shards. If the checkpoint turns out to be damaged, all elements are
     filled again from the older checkpoint.
 
@@ -148,7 +148,7 @@ def test_what_a_broken_checkpoint_has_filled_is_filled_anew(run, dtype):
         (b"[400, 428]", b"[900, 928]", "the file is truncated, or its header is damaged"),
     ],
 )
-def test_a_file_that_was_committed_with_an_odd_header_is_broken(run, old, new, message):
+def test_a_committed_file_with_an_invalid_header_is_damaged(run, old, new, message):
     path = make_checkpoints(run, [1]).last / RANK_FILE
     path.write_bytes(path.read_bytes().replace(old, new))
     with pytest.raises(UserError, match=f"{RANK_FILE} is broken: {message}"):
@@ -169,14 +169,14 @@ def tensor_b(shape=(7,), dtype="F32", ranges=1):
         ({"step": 3}, "state.json is of step 3, but"),
     ],
 )
-def test_contents_that_were_committed_but_can_t_be_are_broken(run, changes, message):
+def test_committed_contents_that_contradict_each_other_are_damaged(run, changes, message):
     path = make_checkpoints(run, [1]).last
     edit(path / "state.json", **changes)
     with pytest.raises(BrokenCheckpointError, match=f"step_00000001 is broken: .*{message}"):
         read_contents(path)
 
 
-def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run):
+def test_a_checkpoint_of_another_version_is_an_error_even_if_there_is_an_older_one(run):
     """A checkpoint of another version is an error even if an older checkpoint could be loaded. It is not damaged,
     because COMMIT and state.json agree, and resuming from the older one would lose steps."""
     make_checkpoints(run, [1, 2])
@@ -189,7 +189,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_no_older_one_taken(run):
             find_checkpoint(place, WORLD)
 
 
-def test_no_whole_checkpoint_is_no_reason_to_start_anew(run):
+def test_a_run_does_not_restart_if_all_its_checkpoints_are_damaged(run):
     """If all checkpoints of a run are damaged, an error is raised: the run does not restart at step 0."""
     make_checkpoints(run, [1])
     flip(run / "checkpoints/step_00000001" / RANK_FILE)
@@ -200,7 +200,7 @@ def test_no_whole_checkpoint_is_no_reason_to_start_anew(run):
 
 
 @pytest.mark.parametrize("file", [RANK_FILE, "state.json", "COMMIT"])
-def test_a_checkpoint_that_storage_does_not_give_is_not_broken(run, monkeypatch, file):
+def test_a_storage_error_does_not_count_as_damage_of_a_checkpoint(run, monkeypatch, file):
     """A checkpoint that can't be read because of a storage error raises StorageError. Loading an older checkpoint
     would lose steps, although a later start could read the newest one."""
     make_checkpoints(run, [1, 2])
@@ -209,7 +209,7 @@ def test_a_checkpoint_that_storage_does_not_give_is_not_broken(run, monkeypatch,
         find_checkpoint(run, WORLD, report=pytest.fail)
 
 
-def test_a_broken_checkpoint_is_replaced_by_a_whole_one_of_its_step(run):
+def test_a_new_save_replaces_a_damaged_checkpoint_of_the_same_step(run):
     """A new save of the same step replaces a damaged checkpoint. The damaged one does not count towards the number of
     checkpoints to keep."""
     make_checkpoints(run, [1, 2])
@@ -242,7 +242,7 @@ MANY = {f"c{number}": (2,) for number in range(7)}
     ],
     ids=str,
 )
-def test_tensors_that_don_t_fit_are_refused_by_name(run, wanted, message):
+def test_tensors_that_do_not_fit_the_model_are_refused_by_name(run, wanted, message):
     target = [Shard(name, shape, 0, torch.zeros(shape).view(-1)) for name, shape in wanted.items()]
     with pytest.raises(UserError, match=message):
         load(assume_verified(make_checkpoints(run, [1]).last), target, WORLD)

@@ -13,7 +13,7 @@ from mamba_fsdp.this_process import progress
 pytestmark = pytest.mark.torch22
 
 
-def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkeypatch):
+def test_every_written_verified_or_read_block_counts_as_progress(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "WRITE_BLOCK_BYTES", 100)
     monkeypatch.setattr(files, "READ_BLOCK_BYTES", 100)
 
@@ -32,7 +32,7 @@ def test_every_block_written_verified_or_read_is_a_sign_of_life(tmp_path, monkey
 
 
 @pytest.mark.parametrize("start, stop", [(0, 1000), (250, 260), (250, 800), (650, 1000)])
-def test_a_shard_is_filled_with_what_a_file_or_its_part_holds_of_it(tmp_path, start, stop):
+def test_hash_file_fills_a_shard_with_the_elements_in_a_file(tmp_path, start, stop):
     """hash_file fills a shard with the elements that the verified file, or its verified first part, contains.
 
     The tensor's last 100 elements are not in this file.
@@ -52,7 +52,7 @@ def test_a_shard_is_filled_with_what_a_file_or_its_part_holds_of_it(tmp_path, st
 
 
 @pytest.mark.parametrize("from_disk", [True, False])
-def test_what_is_written_is_flushed_as_it_goes(tmp_path, monkeypatch, from_disk):
+def test_a_file_is_flushed_in_parts(tmp_path, monkeypatch, from_disk):
     """A file is flushed after every FLUSH_BYTES. A single flush at the end of a large file could take longer than the
     timeout of the watchdog."""
     flushed = []

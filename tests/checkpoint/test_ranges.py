@@ -27,7 +27,7 @@ def test_replicas_together_write_every_element_once(count, replicas, turn):
 
 
 @given(st.integers(1, 9), st.integers(0, 50))
-def test_small_tensors_take_turns(replicas, first):
+def test_small_tensors_are_distributed_evenly(replicas, first):
     """Small tensors are distributed evenly: of as many small tensors as there are replicas, each replica writes
     one."""
     writers = [
@@ -47,7 +47,7 @@ def starts_of(lengths):
 
 
 @given(CUTS, st.integers(0, 80), st.integers(0, 80))
-def test_any_range_is_put_together_from_any_cut(lengths, start, length):
+def test_find_overlaps_finds_the_pieces_of_a_range(lengths, start, length):
     """find_overlaps finds the pieces that a range consists of, wherever the tensor was divided."""
     starts = starts_of(lengths)
     whole = torch.arange(sum(lengths))
@@ -62,7 +62,7 @@ def test_any_range_is_put_together_from_any_cut(lengths, start, length):
 
 
 @given(CUTS, st.randoms())
-def test_what_is_missing_of_a_range_is_what_was_not_done(lengths, chance):
+def test_find_gaps_returns_the_uncovered_parts_of_a_range(lengths, chance):
     """find_gaps returns exactly the parts of a range that the given ranges do not cover, in whatever order they are
     given."""
     pieces = list(zip(starts_of(lengths), lengths))
@@ -104,5 +104,5 @@ def test_gaps_and_overlaps_are_noticed(starts, counts):
 
 
 @pytest.mark.parametrize("starts", [[1], [0, 4], [0, 2, 2], [0, 3, 2], []])
-def test_starts_that_cut_no_tensor_are_noticed(starts):
+def test_invalid_starts_of_pieces_are_rejected(starts):
     assert not ranges.is_partition(starts, 4) and not ranges.is_partition([0], 0)

@@ -73,7 +73,7 @@ def read_each(world, run, layouts):
 
 
 @pytest.mark.slow
-def test_any_layout_reads_what_any_layout_saved(run):
+def test_every_layout_can_load_the_checkpoints_of_every_layout(run):
     """Model and optimizer are restored bitwise, whatever the number of ranks and the strategy of the save and of the
     load. All ranks get the state that rank 0 saved."""
     saves, *_ = run_ranks(4, save_each, run)
@@ -155,7 +155,7 @@ def test_ranks_share_the_reading(saved, ranks):
 
 
 @pytest.mark.slow
-def test_who_wants_the_weights_alone_demands_that_they_are_whole_and_no_more(saved, run):
+def test_only_model_verifies_only_the_weights(saved, run):
     """With only_model=True, find_checkpoint verifies only the weights: a damaged optimizer moment is accepted, and a
     damaged weight is an error."""
     shutil.copytree(saved, run)

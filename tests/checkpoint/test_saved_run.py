@@ -11,7 +11,7 @@ from mamba_fsdp.errors import UserError
 from tests.support.checkpoints import open_run, shards_of
 
 
-def test_a_train_state_counts_from_zero_what_was_read_and_what_was_applied():
+def test_a_train_state_counts_read_samples_and_applied_steps():
     """TrainState.advance counts samples and tokens of every step, and optimizer steps only if the step was applied.
 
     Consecutive skipped steps are counted, except for excused ones, until a step is applied.
@@ -30,7 +30,7 @@ def test_a_train_state_counts_from_zero_what_was_read_and_what_was_applied():
     assert state.skipped_in_a_row == 0 and state.take_mean_loss() == 1
 
 
-def test_the_state_of_a_run_comes_back_or_is_refused_by_name(run):
+def test_the_state_of_a_run_is_restored_or_refused_by_name(run):
     checkpointer = open_run(run)
     run = SavedRun(TrainState(step=3), {"d_model": 8}, "adamw", "2.2.2", 1, 32)
     checkpointer.save(3, shards_of(3), asdict(run))

@@ -38,7 +38,7 @@ def error_of(number):
     return OSError(number, os.strerror(number))
 
 
-def test_a_checkpoint_is_there_when_it_is_committed_and_not_before(run):
+def test_a_checkpoint_can_be_found_only_after_its_commit(run):
     """A checkpoint can be found only after its commit.
 
     The commit is then reported and recorded as an event, and no temporary files remain.
@@ -107,7 +107,7 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call(run, monkeypatch):
     assert saved.contents.state == {"list": [1]} and torch.equal(target[0].data, ONES)
 
 
-def test_on_a_gpu_a_stream_of_its_own_copies_and_the_device_waits(run, monkeypatch):
+def test_on_a_gpu_a_separate_stream_copies_the_weights(run, monkeypatch):
     """On a GPU, a separate CUDA stream copies the weights after all work that training has launched, and training waits
     for the copies.
 
@@ -161,7 +161,7 @@ def fill_up(old, new, real=os.replace):
         ("replace", fill_up, "No space left"),
     ],
 )
-def test_what_the_disk_does_not_hold_is_loud_and_never_committed(
+def test_a_save_that_the_disk_does_not_store_is_an_error_without_a_commit(
     run, monkeypatch, call, disk, message
 ):
     monkeypatch.setattr(os, call, disk)
@@ -233,7 +233,7 @@ def suffer(world, run):
 
 
 @pytest.mark.slow
-def test_what_one_ranks_storage_does_is_withstood_or_loud_on_all(run):
+def test_a_storage_error_on_one_rank_is_retried_or_raised_on_all_ranks(run):
     """A transient storage error on one rank is retried, and the save succeeds.
 
     A permanent error or a full disk on one rank raises an error on every rank at the same step. The message contains

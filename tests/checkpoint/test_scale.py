@@ -18,7 +18,7 @@ from tests.support.ranks import run_ranks
 
 
 @pytest.mark.slow
-def test_rank_0_makes_as_many_calls_among_a_thousand_ranks_as_among_64():
+def test_the_system_calls_of_rank_0_do_not_depend_on_the_number_of_ranks():
     """The number of system calls of rank 0 does not depend on the number of ranks, and the bytes that it receives,
     writes and sends grow at most linearly with it."""
     few, many = (measure(ModelConfig(d_model=64, n_layer=2), ranks) for ranks in (64, 1024))

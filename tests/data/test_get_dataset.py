@@ -39,7 +39,7 @@ from tests.support.projects import PROJECT
 pytestmark = pytest.mark.torch22
 
 
-def test_what_is_left_out_or_kept_is_counted_at_the_end(prepare, tmp_path, capsys):
+def test_skipped_and_irregular_input_is_counted_at_the_end(prepare, tmp_path, capsys):
     """At its end, an import prints how many files and records it left out, with the reason, and which irregularities
     it kept. Files and records that can't be read are an error unless --skip_unreadable is set."""
     files = {

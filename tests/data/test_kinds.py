@@ -144,7 +144,7 @@ def test_the_error_for_a_name_on_the_hub_contains_the_download_command():
     )
 
 
-def test_a_tokenizer_is_found_in_what_was_made_with_it(folder):
+def test_a_tokenizer_is_found_in_stores_and_models(folder):
     for path in ("tok", "hf"):
         assert tokenizer_path_in(path) == Path(path)
     (folder / "data/mine/train/tokenizer").mkdir()

@@ -128,7 +128,7 @@ def test_threads_read_the_configured_number_of_steps_ahead(workers, prefetch, st
     assert len(reads) == steps
 
 
-def test_documents_of_a_row_are_kept_apart_and_labels_weigh_by_what_precedes_them():
+def test_documents_of_a_row_are_numbered_and_labels_weighted_by_position():
     """seq_idx counts the documents of each row from 0, and the label at the start of a document is ignored.
 
     The weight of a label is tanh(p / window), where p is the distance to the start of the row or of the document,

@@ -27,7 +27,7 @@ def test_some_windows_predict_spans():
     assert text.predicted_spans(windows, 8, 3, 20) == [(1, 12), (15, 18)]
 
 
-def test_words_and_bytes_are_those_of_the_text(prepare, tmp_path, monkeypatch):
+def test_counted_words_and_bytes_equal_those_of_the_text(prepare, tmp_path, monkeypatch):
     """The counted words and bytes are those of the original texts, also if the tokens are decoded in several chunks.
     Eos tokens are not words."""
     monkeypatch.setattr(text, "TOKENS_PER_CHUNK", 25)

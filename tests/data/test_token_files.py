@@ -68,7 +68,9 @@ def write_documents(folder, form):
 
 
 @pytest.mark.parametrize("form", ["fms", "JSON", "save_to_disk", *FLAT, *LISTS])
-def test_token_files_give_the_documents_that_were_written(prepare, tmp_path, monkeypatch, form):
+def test_token_files_of_every_format_give_the_written_documents(
+    prepare, tmp_path, monkeypatch, form
+):
     """A file of token ids in any format gives the documents that were written, also if a document, its eos or its
     strip_tokens cross the border between two windows of a mapped file."""
     monkeypatch.setattr(token_files, "WINDOW", 3)
@@ -98,7 +100,7 @@ def test_datalayout_documents_longer_than_its_positions(
     assert TokenStore(tmp_path / "out" / "train").dtype.name == "uint16"
 
 
-def test_a_document_that_ends_early_ends_there(prepare, tmp_path, monkeypatch):
+def test_an_unreadable_rest_of_a_file_ends_its_document(prepare, tmp_path, monkeypatch):
     """With --skip_unreadable, a file is read up to its first invalid window, and the document ends there. The next
     document is the first one of the next file."""
     monkeypatch.setattr(token_files, "WINDOW", 1000)

@@ -104,7 +104,7 @@ def test_data_with_another_tokenizer_or_vocabulary_is_an_error(model, run, tmp_p
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_same_numbers_as_one(in_user_folder, run):
+def test_two_ranks_have_the_results_of_one(in_user_folder, run):
     """Two ranks have the results of one rank. With --json, stdout contains only JSON, and the table is printed to
     stderr."""
     arguments = [str(in_user_folder / "runs/demo"), str(in_user_folder / STORE)]

@@ -78,7 +78,7 @@ ROPE = {
 
 
 @pytest.mark.parametrize("case", ROPE)
-def test_scaled_rotary_positions_are_those_of_transformers(case, tmp_path):
+def test_scaled_rotary_positions_equal_those_of_transformers(case, tmp_path):
     """With scaled rotary positions, the logits equal those of transformers for a text that is longer than the
     original length, also after an export."""
     kind = case.split(",")[0]

@@ -108,7 +108,7 @@ def test_a_run_is_published_and_exported_with_its_tokenizer(run, source):
         assert_same(read_weights(out), CONFIG, random_state(CONFIG, seed=2))
 
 
-def test_export_takes_a_tokenizer(tmp_path):
+def test_an_export_contains_the_given_tokenizer(tmp_path):
     """An export contains the given tokenizer and its eos. Without a tokenizer, its config does not have the default
     special tokens of transformers."""
     ours = write_ours(tmp_path / "ours", CONFIGS["mamba2"])

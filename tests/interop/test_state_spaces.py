@@ -48,7 +48,7 @@ def test_native_to_state_spaces_to_native_is_bitwise(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_reference_program_loads_exports_computes_the_same_and_saves_what_we_read(
+def test_the_reference_implementation_loads_exports_with_equal_results_and_saves_readable_files(
     project, tmp_path
 ):
     """The reference implementation loads our exports of Mamba-1, Mamba-2, a hybrid and an attention model, has the

@@ -299,7 +299,7 @@ def test_unknown_names_are_refused_with_the_settings(setting, message):
         (sysconfig, "get_path", lambda *of: "/no", "install python3-dev, there is no /no/Python.h"),
     ],
 )
-def test_a_machine_that_can_not_run_triton_is_told_why(
+def test_the_message_explains_why_a_machine_can_not_run_triton(
     install, monkeypatch, module, name, value, reason
 ):
     """If Triton can't compile kernels on a machine, the message explains why. Otherwise the first launch would fail
@@ -366,7 +366,7 @@ def test_a_mixer_is_a_candidate_if_its_parts_are(install, bounded):
 
 
 @pytest.mark.parametrize("batch_size, is_fused", [(32, True), (64, False)])
-def test_fused_kernels_are_passed_over_if_their_addresses_do_not_reach(batch_size, is_fused):
+def test_fused_kernels_are_not_selected_if_their_offsets_are_too_small(batch_size, is_fused):
     """Fused kernels are not selected if a tensor of the run has more elements than their 32-bit offsets can address.
     The input projection of mamba2-2.7b has 2.8e9 elements for 64 x 4,096 tokens."""
     settings = resolved(model_name="mamba2-2.7b", batch_size=batch_size, seq_length=4096)
@@ -377,7 +377,7 @@ def test_fused_kernels_are_passed_over_if_their_addresses_do_not_reach(batch_siz
     assert (choice.backends["mamba2"] == "fused") == is_fused
 
 
-def test_a_call_refuses_what_their_addresses_do_not_reach():
+def test_a_fused_call_with_too_large_offsets_is_refused():
     """check_reach raises an error if the offset of an element is too large for the fused kernels. Offsets count, not
     the number of elements: the elements of a slice are spread over the whole projection."""
     of_projection = 10_576

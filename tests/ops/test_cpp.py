@@ -59,7 +59,7 @@ def test_a_broken_compiler_leaves_the_reference_backends(fresh, monkeypatch, bod
         resolve_backends("cpp", "cpu", USES)
 
 
-def test_each_version_of_a_compiler_has_a_library_of_its_own(fresh, monkeypatch):
+def test_each_version_of_a_compiler_has_its_own_library(fresh, monkeypatch):
     """The path of the compiled library depends on the version of the compiler, because machines that share a cache
     folder can have different compilers."""
     compiler = write_program(fresh / "cc", f"#!/bin/sh\n{WRITES_JUNK}\n")

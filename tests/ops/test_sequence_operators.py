@@ -224,7 +224,7 @@ def test_memory_is_linear_without_states(operator, backend):
     assert sum(kept.values()) < 6 * given and largest.bytes < 2 * given
 
 
-def test_a_part_from_zeros_and_the_output_of_the_state_before_it_are_the_whole():
+def test_a_part_without_a_state_plus_the_output_of_its_state_equals_the_whole():
     values = draw("ssd")
     del values["initial_state"]
     whole = ssd(**values, chunk_size=64)

@@ -50,7 +50,7 @@ def test_sizes_grow_by_a_quarter_and_the_middle_one_is_nearest_to_compute_optima
     assert [size.settings["d_model"] for size in sizes.values()] == ["448", "512", "640"]
 
 
-def test_sizes_end_where_they_no_longer_fit():
+def test_no_size_is_proposed_after_the_first_one_that_does_not_fit():
     def large(width):
         return replace(size_of(width), tokens_per_parameter=1e6)
 

@@ -72,7 +72,7 @@ WORDS = {
 }
 
 
-def test_a_topic_finds_its_setting_or_why_there_is_none():
+def test_a_topic_finds_its_setting_or_the_reason_why_there_is_none():
     for topic, first in WORDS.items():
         assert first in listed_settings(topic)[:2], topic
     page = settings_page().text("logical shards")

@@ -102,7 +102,7 @@ def test_links_are_not_followed_when_a_folder_is_measured_or_removed(tmp_path):
     assert os.listdir(tmp_path) == ["other"] and os.listdir(tmp_path / "other") == ["file"]
 
 
-def test_a_file_is_replaced_whole_once_its_data_is_durable(tmp_path, monkeypatch):
+def test_a_file_is_replaced_atomically_after_its_data_is_durable(tmp_path, monkeypatch):
     """write_for_user replaces a file only after the new content has been flushed to the disk. Until then, the content
     is in a temporary file in the folder `own`."""
     path = tmp_path / "file"

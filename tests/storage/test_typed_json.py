@@ -97,7 +97,7 @@ WRONG_FILES = {
 }
 
 
-def test_a_file_is_read_as_it_was_written_or_refused_in_a_line(tmp_path):
+def test_a_file_is_read_unchanged_or_refused_with_one_line(tmp_path):
     path = tmp_path / "file.json"
     ours = Format("ours", 1)
     write_object(path, {**ours.header(), "step": 1, "eos": 0})

@@ -178,7 +178,7 @@ def test_a_wrong_sign_is_found(measure, operator):
         assert wrong.share > 2, tensor
 
 
-def test_rows_are_those_for_which_triton_compiles_the_code_of_the_run():
+def test_triton_compiles_the_code_of_the_run_for_the_tested_rows():
     """The inputs of the comparison make Triton compile the code that the run uses: they have enough rows to fill a
     GPU if the run has, because kernels split fewer rows, and their lengths equal the length of the run modulo 16."""
     settings = settings_of(d_model=2048, batch_size=40, seq_length=100)
@@ -219,7 +219,7 @@ def test_a_wrong_state_is_found_if_the_model_decodes_token_by_token(measure, ope
     assert wrong.share > 2 and not wrong.tensor.endswith("after 0")
 
 
-def test_a_wrong_gradient_of_a_state_is_found_where_ranks_enable_context_parallel(measure):
+def test_a_wrong_gradient_of_a_state_is_found_with_context_parallelism(measure):
     """With context parallelism, a wrong gradient of the initial state is found. The inputs contain documents, and the
     first of them begins on an earlier rank."""
     settings = settings_of("mamba1", mixed_precision="bf16", context_parallel=2)
@@ -229,7 +229,7 @@ def test_a_wrong_gradient_of_a_state_is_found_where_ranks_enable_context_paralle
 
 
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2", "mamba3", "attention"])
-def test_ranks_that_enable_context_parallel_are_tested_with_the_state_of_the_documents_before(kind):
+def test_context_parallelism_is_tested_with_a_state_of_an_earlier_rank(kind):
     """With context parallelism, the inputs begin with a state of an earlier rank. It affects the positions up to the
     start of the first document, which is at position 32 here, and no later ones."""
     layers = LayerCheck(settings_of(kind, context_parallel=2), CPU)
@@ -372,7 +372,7 @@ def rivals(monkeypatch, spoil):
 
 
 @pytest.mark.usefixtures("few_positions")
-def test_the_fastest_is_taken_and_kept(tmp_path, spoil, rivals):
+def test_the_fastest_backends_are_selected_and_kept(tmp_path, spoil, rivals):
     """The fastest backend of each operator is selected, and kept for this run and for later runs. A start with
     another value of `kernels` selects again."""
     choice, origin = choose(tmp_path / "run")

@@ -143,7 +143,7 @@ def cosine(total, steps):
 
 
 @pytest.mark.parametrize("follows", [False, True])
-def test_a_longer_run_holds_the_learning_rate_unless_schedule_steps_says_otherwise(follows):
+def test_a_longer_run_keeps_the_last_learning_rate_unless_schedule_steps_is_given(follows):
     shorter = "3200tok"
     longer = "6400tok"
     state = TrainState()
