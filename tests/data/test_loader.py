@@ -208,7 +208,7 @@ def test_evaluation_predicts_every_token_once_on_any_world_size(
 
 
 def test_a_validation_source_without_two_tokens_is_refused():
-    with pytest.raises(UserError, match="'valid' has 1 token:"):
+    with pytest.raises(UserError, match="'valid' has 1 token, too few"):
         evaluated(Numbers(1), 1, 1, L)
 
 
