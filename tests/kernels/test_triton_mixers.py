@@ -25,7 +25,7 @@ SIZES = {
     "mamba2": dict(d_model=12, d_state=3, headdim=12, ngroups=2, d_conv=3),
 }
 KINDS = pytest.mark.parametrize("kind", SIZES)
-# With the blocks below, one position more than a chunk of the scan, and two more than two chunks of SSD.
+# With the blocks below, mamba1 has one position more than a chunk of the scan, and mamba2 two more than two chunks of SSD.
 LENGTHS = {"mamba1": 9, "mamba2": 34}
 
 

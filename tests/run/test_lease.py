@@ -200,7 +200,7 @@ def test_a_new_folder_is_whole_or_not_there(tmp_path, capsys):
 @pytest.mark.parametrize("number, kind", [(errno.EIO, StorageError), (errno.ENOSPC, UserError)])
 def test_storage_that_fails_while_a_folder_is_made_is_no_mistake(tmp_path, number, kind):
     """An I/O error is not reported as a mistake of the user, because the job would then not be queued again. A full
-    disk is."""
+    disk is reported as one."""
     with (
         pytest.raises(UserError, match="^can't write .*out: ") as end,
         new_folder(tmp_path / "out"),

@@ -180,8 +180,8 @@ class Builder:
 
 
 def fetched(command, check=True, **how):
-    """Returns the finished process. If it fails although it should succeed, it is started up to three times: a build
-    downloads hundreds of files, and a new attempt continues after the steps that succeeded."""
+    """Runs a command, and returns the finished process. With `check`, a command that fails is run up to three times: a
+    build downloads hundreds of files, and a new attempt continues after the steps that succeeded."""
     for _ in range(3):
         done = subprocess.run(command, **how)
         if not check or done.returncode == 0:

@@ -78,8 +78,9 @@ def start_container(node):
         # Pyxis 0.24 escapes spaces as \\\\040, and 0.20 does not
         if not Path(mount).exists() or " " in mount or "\\\\" in mount:
             return refuse(node, f"--container-mounts: source path does not exist: {{mount}}")
-    seen = os.environ["NVIDIA_VISIBLE_DEVICES"] if "container-env" in given else "all"  # the image's own value
-    if seen != "void" and not Path("/proc/driver/nvidia").exists():
+    # Without the option container-env, the value of the image applies.
+    devices = os.environ["NVIDIA_VISIBLE_DEVICES"] if "container-env" in given else "all"
+    if devices != "void" and not Path("/proc/driver/nvidia").exists():
         return refuse(node, "[ERROR] Command not found: nvidia-container-cli")
     return 0
 

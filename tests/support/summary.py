@@ -61,7 +61,7 @@ class Part:
             self.skipped.append(f"{self.stack}: {file}: {reason}")
 
     def count(self, case: ElementTree.Element) -> None:
-        """Counts a test in pytest's file. A module that can't be collected is listed there like a test."""
+        """Counts a test of pytest's XML file. A module that can't be collected is listed in this file like a test."""
         test = f"{case.get('file', '')}::{case.get('name')}"
         self.times.append((float(case.get("time", 0)), f"{self.stack}: {test}"))
         skip = case.find("skipped")

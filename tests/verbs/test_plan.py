@@ -71,7 +71,7 @@ def test_the_cost_of_failures_uses_times_measured_by_a_run(run_plan, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(METRICS)
     code, output = run_plan(f"{TWO_NODES} --checkpoint_interval=7 --measured={tmp_path}")
     assert code == 0 and COSTS in output and "failures   0.48 a day, " in output
-    # Young's interval is the square root of 2 * 4 s * 50 hours: a save takes 4 s, and two nodes fail every 50 hours.
+    # Young's interval is the square root of 2 * 4 s * 50 hours: a save takes 4 s, and one of the two nodes fails every 50 hours.
     assert re.search(
         r"^Young +1,200\.0 +99\.26% +99\.09%  --checkpoint_interval=\d+$", output, re.M
     )
