@@ -202,8 +202,8 @@ class Architecture:
         fields: Table = {"rope_theta": config.rope_theta}
         if self.rotated != 1:
             fields["partial_rotary_factor"] = share
-        kind, numbers = config.rope
-        scaling: Table = {"rope_type": kind or "default", **numbers}
+        kind, rope = config.rope
+        scaling: Table = {"rope_type": kind or "default", **rope}
         length: Table = {}
         if kind in ("dynamic", "yarn"):  # transformers 4 only uses this field
             length = {"max_position_embeddings": int(scaling.pop(ORIGINAL_LENGTH))}

@@ -182,9 +182,9 @@ class ModelConfig:
 
     @property
     def rope(self) -> tuple[str, dict[str, float]]:
-        """Returns (kind, numbers) of rope_scaling; kind is "" without scaling."""
-        kind, _, numbers = self.rope_scaling.partition(",")
-        return kind, parse_pairs("rope_scaling", numbers)
+        """Returns the kind and {parameter: value} of rope_scaling; the kind is "" without scaling."""
+        kind, _, pairs = self.rope_scaling.partition(",")
+        return kind, parse_pairs("rope_scaling", pairs)
 
     @property
     def padded_vocab_size(self) -> int:

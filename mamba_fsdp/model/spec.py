@@ -273,12 +273,12 @@ def _check_attention(config: "ModelConfig") -> None:
             f"head_dim {config.resolved_head_dim}"
         )
 
-    kind, numbers = config.rope
-    if kind and numbers.keys() != ROPE_SCALINGS.get(kind):
+    kind, values = config.rope
+    if kind and values.keys() != ROPE_SCALINGS.get(kind):
         raise UserError(
             f"rope_scaling={config.rope_scaling}: the kind or a number is unknown, or a number is missing; see --help=rope_scaling"
         )
-    if any(number <= 0 for number in numbers.values()):
+    if any(value <= 0 for value in values.values()):
         raise UserError(f"rope_scaling={config.rope_scaling}: all numbers must be above 0")
 
 

@@ -23,9 +23,9 @@ def frequencies(
 
     scaling: (kind, {name of a parameter in transformers: value}); the kind is "" without scaling. length: the length of
     the text so far, for the dynamic scaling."""
-    kind, numbers = scaling
-    original = numbers.get("original_max_position_embeddings")
-    factor = numbers.get("factor")
+    kind, values = scaling
+    original = values.get("original_max_position_embeddings")
+    factor = values.get("factor")
     if kind == "dynamic":
         stretched = factor * max(length, original) / original - (factor - 1)
         theta = theta * stretched ** (rotary_dim / (rotary_dim - 2))
@@ -34,12 +34,12 @@ def frequencies(
     if kind == "linear":
         return plain / factor
     if kind == "llama3":
-        low = numbers["low_freq_factor"]
+        low = values["low_freq_factor"]
         turns = original * plain / (2 * math.pi)
-        kept = (turns - low) / (numbers["high_freq_factor"] - low)
+        kept = (turns - low) / (values["high_freq_factor"] - low)
     elif kind == "yarn":
         first, last = (
-            rotary_dim * math.log(original / (numbers[name] * 2 * math.pi)) / (2 * math.log(theta))
+            rotary_dim * math.log(original / (values[name] * 2 * math.pi)) / (2 * math.log(theta))
             for name in ("beta_fast", "beta_slow")
         )
         first = max(math.floor(first), 0)
