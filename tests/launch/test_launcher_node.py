@@ -178,10 +178,16 @@ def test_exit_codes_for_which_pytorchjob_restarts(monkeypatch, code):
     assert node.start(["run"]) == CODES[code]
 
 
-def test_an_error_of_the_launcher_itself_is_one_line(monkeypatch, capsys):
+def test_an_internal_error_of_the_launcher_keeps_its_traceback(monkeypatch, capsys):
     monkeypatch.setattr(node, "main", lambda *_: 1 / 0)
     assert node.start(["run"]) == 1
-    assert capsys.readouterr().err.endswith(" failed: ZeroDivisionError: division by zero\n")
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("Traceback ") and last.startswith(
+        "error: internal error of the launcher"
+    )
+    assert last.endswith(
+        ": ZeroDivisionError: division by zero; please report it with the lines above"
+    )
     monkeypatch.setenv("RESTART_EXIT_CODE", "256")
     assert node.start(["run"]) == 2
     assert capsys.readouterr().err.endswith("_CODE=256: expected an integer from 1 to 255\n")
