@@ -192,7 +192,7 @@ def parse_integer(text: str) -> int:
     if number != number.to_integral_value():
         raise ValueError("expected a whole number")
     if abs(number) >= 2**63:
-        raise ValueError("expected a number below 2 ** 63")
+        raise ValueError("expected a number between -2 ** 63 and 2 ** 63")
     return int(number)
 
 

@@ -717,7 +717,10 @@ def _is_dataset(folder: Path) -> bool:
 
 
 def _select_data_files(folder: Path, names: list[str], left_out: LeftOut) -> list[str]:
-    """Returns the names of the files in a folder that can contain data. names: the sorted names of all files in it."""
+    """Returns the names of those files in a folder that can contain data. Adds the files next to a saved dataset to
+    `left_out`.
+
+    names: the sorted names of all files in the folder."""
     is_saved = "state.json" in names and "dataset_info.json" in names
     if is_saved or SAVED_SPLITS in names:
         rows = []

@@ -31,8 +31,8 @@ def check_nodes(args: List[str], variables: Variables) -> int:
 
 
 class ClusterCheck(SlurmTraining):
-    """A check of the cluster. It runs on the host where salloc was called, and that need not be a
-    node of the job.
+    """Controls a check of the cluster. The host where salloc was called runs this program. That host
+    need not be a node of the job.
     """
 
     is_check = True

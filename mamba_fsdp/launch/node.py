@@ -174,9 +174,13 @@ def publish_outcome(folder: Path, outcome: TrainingOutcome, failure: Failure | N
         wait_for_outcome(folder)
         return 0
     file = folder / OUTCOME
-    if write_shared_json(file, outcome._asdict()):
+    problem = write_shared_json(file, outcome._asdict())
+    if not problem:
         return outcome.code
-    print(f"error: can't write {file}\n{outcome.error}", end="", file=sys.stderr, flush=True)
+    message = f"error: can't write {file}: {problem}; check the space and the permissions of the run folder\n"
+    if outcome.error:
+        message += f"The training failed with:\n{outcome.error}"
+    print(message, end="", file=sys.stderr, flush=True)
     # The exit code must not be 0, or the other nodes would wait for the file.
     return outcome.code or StorageError.exit_code
 
@@ -227,14 +231,14 @@ def start(args: list[str]) -> int:
     return code
 
 
-def write_shared_json(file: Path, content: dict[str, object]) -> bool:
-    """Writes a JSON file for all nodes. Returns False if it can't be written."""
+def write_shared_json(file: Path, content: dict[str, object]) -> str:
+    """Writes a JSON file for all nodes. Returns why it can't be written, or ""."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(content))
-    except (OSError, UserError):
-        return False
-    return True
+    except (OSError, UserError) as error:
+        return first_line(error)
+    return ""
 
 
 if __name__ == "__main__":

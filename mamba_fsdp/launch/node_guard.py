@@ -36,7 +36,7 @@ from mamba_fsdp.launch.containers import CONTAINER_PREFIX  # noqa: E402
 from mamba_fsdp.launch.host import command_output  # noqa: E402
 from mamba_fsdp.launch.node_watch import ALL_JOBS, REMOVE, TOKEN, enable_keepalive  # noqa: E402
 
-PYXIS_PREFIX = "pyxis_" + CONTAINER_PREFIX  # Enroot knows the containers by these names
+PYXIS_PREFIX = "pyxis_" + CONTAINER_PREFIX  # the prefix of Enroot's names for our containers
 # A removal without progress for this time is waiting for storage that does not respond.
 REMOVAL_STALL_SECONDS = float(os.environ.get("REMOVAL_SECONDS", 60))
 POLL_SECONDS = 0.5

@@ -130,7 +130,7 @@ def make_training(args: List[str], variables: Variables, kind: Type[Training]) -
 
 
 class SlurmTraining:
-    """A training in a Slurm job. It runs on the first node of the job."""
+    """Controls a training in a Slurm job. Only the first node of the job runs this program; all training nodes run ranks."""
 
     is_check = False  # whether the job only checks the nodes, and leaves no files in the run folder
     environment: Environment

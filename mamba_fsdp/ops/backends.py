@@ -58,10 +58,11 @@ class Use:
     operator: str
     dtype: Any  # torch.dtype of the activations
     seq_idx: bool  # whether state, convolution and attention stay within a document
-    channels: int = 0  # of the convolution, of a head's keys, or the scan's d_state
-    rows: int = 0  # of a mixer's input projection
+    # Convolution: its channels. scan and gdn: d_state. Attention: the size of a head.
+    channels: int = 0
+    rows: int = 0  # mixers: the rows of the input projection; else 0
     deterministic: bool = False  # whether equal runs must be equal bit for bit
-    elements: int = 0  # of the largest tensor that a batch makes, as far as it is known
+    elements: int = 0  # number of elements of the largest tensor of a batch; 0 if it is not known
     in_parts: bool = False  # whether ranks share sequences and pass states to the next rank
 
 

@@ -99,7 +99,8 @@ def find_step_range(run: Path, first: int, count: int) -> StepRange:
     There are fewer if less is recorded, or if the run was restarted in between. first: -1 means the second newest
     checkpoint. count: 0 means up to the next checkpoint, and at most MAX_REPLAYED steps.
 
-    Raises UserError if the checkpoint does not exist, or if nothing is recorded after it.
+    Raises UserError if the run has no checkpoint, if nothing is recorded after step `first`, or if the event of the start
+    that took these steps is missing or damaged.
     """
     kept = checkpoints_by_step(run)
     if not kept:

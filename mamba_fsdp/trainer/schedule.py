@@ -269,7 +269,7 @@ def schedule_run(
     if state.global_batch not in (0, global_batch):
         print_line(
             f"batch      {format_count(global_batch, 'sample')} per step from here on, {state.global_batch} before; "
-            "global_batch_size keeps it the same on any number of ranks"
+            f"set global_batch_size={state.global_batch} to keep it the same on any number of ranks"
         )
     total_steps = length.count
     if length.unit == "tok":

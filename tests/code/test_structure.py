@@ -18,7 +18,7 @@ MAX_TOKENS = {
     "importing": 18_295,
     "inference": 4_227,
     "interop": 12_401,
-    "launch": 23_167,
+    "launch": 23_187,
     "model": 11_173,
     "ops": 36_863,
     "parallel": 7_060,

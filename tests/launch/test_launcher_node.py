@@ -139,9 +139,11 @@ def test_an_outcome_that_can_not_be_written_is_printed(tmp_path, capsys):
     assert node.publish_outcome(tmp_path, outcome, FAILURE) == 74
     assert TrainingOutcome(**json.loads((tmp_path / names.OUTCOME).read_text())) == outcome
     nowhere = tmp_path / names.OUTCOME / "is a file"
-    error = f"error: can't write {nowhere}/{names.OUTCOME}\n"
     assert node.publish_outcome(nowhere, outcome, FAILURE) == 74
-    assert capsys.readouterr().err == error + FIRST
+    message, _, rest = capsys.readouterr().err.partition("\n")
+    assert message.startswith(f"error: can't write {nowhere}/{names.OUTCOME}: ")
+    assert "Not a directory" in message and "check the space and the permissions" in message
+    assert rest == "The training failed with:\n" + FIRST
     assert node.publish_outcome(nowhere, TrainingOutcome("finished"), None) == 74, "the others wait"
 
 

@@ -82,8 +82,11 @@ def storm(place, beginning, finishes, calls):
 
 
 def freeze(run, calls, number, finishes):
-    """Freezes a run before its call with this number, counted from 1, and checks that it changes no file when it
-    continues. Returns whether the run made this many calls."""
+    """Freezes a run before its call number `number` of the kinds in `calls`, counted from 1. Lets another run take over
+    the folder, and checks that the first run changes no file when it continues.
+
+    finishes: whether the other run ends before the first one continues. Returns False if the first run made fewer
+    calls."""
     process = FORKED.Process(target=be_frozen, args=(run, calls, number, finishes))
     process.start()
     _, status = os.waitpid(process.pid, os.WUNTRACED)

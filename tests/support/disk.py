@@ -1,4 +1,5 @@
-"""Simulates storage that fails, once or permanently, as during the restart of a file server."""
+"""Simulates storage on which one call fails, as during the restart of a file server, or on which all later calls for
+some paths fail."""
 
 import builtins
 import contextlib

@@ -72,13 +72,17 @@ class _Chunk:
         return adjoints
 
     def over_states(self, rows: Tensor, slabs: Tensor) -> Tensor:
-        """Returns the sum over d_state of rows (steps, batch, d_state) * slabs, (batch, steps, d_inner)."""
+        """Returns the sum over d_state of rows * slabs, with the shape (batch, steps, d_inner).
+
+        rows: (steps, batch, d_state). slabs: (steps, batch, d_state, d_inner)."""
         steps, batch, d_state, d_inner = slabs.shape
         product = torch.bmm(rows.reshape(-1, 1, d_state), slabs.reshape(-1, d_state, d_inner))
         return product.view(steps, batch, d_inner).transpose(0, 1)
 
     def over_channels(self, slabs: Tensor, channels: Tensor) -> Tensor:
-        """Returns the sum over d_inner of slabs * channels (batch, steps, d_inner), (batch, steps, d_state)."""
+        """Returns the sum over d_inner of slabs * channels, with the shape (batch, steps, d_state).
+
+        slabs: (steps, batch, d_state, d_inner). channels: (batch, steps, d_inner)."""
         steps, batch, d_state, d_inner = slabs.shape
         columns = channels.transpose(0, 1).reshape(-1, d_inner, 1)
         return (

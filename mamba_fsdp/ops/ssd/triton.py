@@ -156,7 +156,8 @@ class _Call:
         from mamba_fsdp.ops.ssd.triton_kernels import sweep
 
         options = self.options(SWEEP)
-        # Without outputs, copies ahead make a sweep no faster. With them, Triton 2 does not compile it.
+        # A num_stages above 1 prefetches the next chunk. Triton 2 can't compile a sweep that prefetches, and a sweep
+        # without outputs does not become faster by it.
         if triton.is_version_2() or out is None:
             options["num_stages"] = 1
         rows = self.batch * self.heads
