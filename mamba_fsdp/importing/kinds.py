@@ -687,7 +687,7 @@ def folders_below(place: Path, left_out: LeftOut) -> Iterator[tuple[Path, list[s
             entries = list_entries(folder)
         except OSError as error:
             raise UserError(
-                f"{folder}: can't be read ({error.strerror}); allow this user to read the folder"
+                f"{folder}: can't be read ({error.strerror}); check that this user can read the folder"
             ) from error
         names = sorted(entries)
         is_ours = folder != place and _is_ours(folder, {*names})

@@ -141,7 +141,7 @@ def read_entries(path: Path) -> list[dict]:
         return retry_io(lambda: [entry for entry, _ in iterate_entries(path)], path)
     except OSError as error:
         raise UserError(
-            f"{path}: can't be read ({error.strerror}); allow this user to read the file"
+            f"{path}: can't be read ({error.strerror}); check that it is a file that this user can read"
         ) from None
 
 

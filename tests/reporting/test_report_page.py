@@ -158,7 +158,9 @@ def test_runs_are_named_by_what_differs():
 
 def test_records_that_cannot_be_read_are_one_line(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"metrics.jsonl: can't be read \(Is a directory\)$"):
+    with pytest.raises(
+        UserError, match=r"metrics.jsonl: can't be read \(Is a directory\); check that it is a file"
+    ):
         report.main(str(tmp_path), options=report.Options())
 
 
