@@ -48,7 +48,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure():
-    """Prepares the process: restores the default handling of signals, and removes environment variables of the outside.
+    """Prepares the process: restores the default handling of signals, and removes the environment variables that could
+    affect the tests.
 
     A shell starts background processes (`tests/run.sh &`) with SIGINT ignored, and nohup ignores SIGHUP. The programs
     that the tests start would inherit that.
@@ -112,7 +113,7 @@ def project():
 @pytest.fixture
 def pythons(project):
     """Returns {"pinned": the interpreter with torch 2.2, "newest": the interpreter with the newest torch}. Skips the
-    test if one of them is missing. Only for tests of both stacks, which are marked as pinned."""
+    test if one of them is missing. Only tests that need both stacks use this fixture. They are marked as pinned."""
     newest = project / ".venv"
     if os.environ.get("MAMBA_FSDP_TEST_STACK") != "torch2.2" or not (newest / ".complete").exists():
         pytest.skip(

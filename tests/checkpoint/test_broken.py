@@ -82,8 +82,8 @@ def damages(content):
 def test_all_damage_is_detected(run, file):
     """If any file of a checkpoint is damaged, the damage is reported and the older checkpoint is loaded.
 
-    COMMIT does not have a checksum. If damage does not change its meaning, for example in white space, the newest
-    checkpoint is loaded with its original tensors.
+    COMMIT does not have a checksum. If damage does not change the meaning of COMMIT, for example in white space, the
+    newest checkpoint is loaded with its original tensors.
     """
     make_checkpoints(run, [1, 2])
     path = run / "checkpoints/step_00000002" / file
@@ -177,8 +177,9 @@ def test_committed_contents_that_contradict_each_other_are_damaged(run, changes,
 
 
 def test_a_checkpoint_of_another_version_is_an_error_even_if_there_is_an_older_one(run):
-    """A checkpoint of another version is an error even if an older checkpoint could be loaded. It is not damaged,
-    because COMMIT and state.json agree, and resuming from the older one would lose steps."""
+    """A checkpoint of another version is an error even if an older checkpoint could be loaded. Such a checkpoint
+    does not count as damaged, because its COMMIT and state.json agree. Resuming from the older checkpoint would lose
+    steps."""
     make_checkpoints(run, [1, 2])
     path = run / "checkpoints/step_00000002"
     for name in ("state.json", "COMMIT"):

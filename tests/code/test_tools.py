@@ -1,8 +1,8 @@
 """Tests that the linters find no problems, and that the summary of the tests is correct.
 
 ruff checks all Python files, their format, and that each has a docstring (D100, D104). mypy checks the library and the
-benchmarks. Both assume the Python 3.10 of the image, with which no tests run. shellcheck and hadolint check the other
-files.
+benchmarks. ruff and mypy assume the Python 3.10 of the image, with which no tests run. shellcheck and hadolint check
+the other files.
 """
 
 import os

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.processes import run_program, write_program
 
-# Replaces `python -m pip wheel ... SOURCES`: runs setup.py, which prints the messages of a compiler.
+# This program replaces `python -m pip wheel ... SOURCES`. It runs setup.py, which prints the messages of a compiler.
 PYTHON = """#!/bin/sh
 for sources; do :; done
 python3 "$sources/setup.py"

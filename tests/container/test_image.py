@@ -116,8 +116,8 @@ def test_it_builds_and_its_self_check_passes(built):
 
 
 def test_the_fused_kernels_hold_code_for_each_gpu_that_is_wanted(builder, built):
-    """The fused kernels contain code for exactly the wanted GPUs, although the packages have their own lists, and have
-    the pinned versions."""
+    """The fused kernels have the pinned versions. They contain code for exactly the wanted GPUs, although their
+    packages have their own lists of GPUs."""
     output = builder.run(
         "app",
         "for library in /usr/local/lib/python3*/site-packages/*_cuda.*.so; do "

@@ -77,7 +77,7 @@ def test_a_single_storage_error_does_not_end_an_import(folder, sources, prepare,
 
 def test_reads_and_flushes_that_fail_are_repeated(folder, sources, prepare, monkeypatch):
     """An import writes the same bytes if every second read of an input fails, and every second flush fails and loses
-    the data that was written since the last one."""
+    the data that was written since the previous flush."""
     assert prepare(sources["words"], folder / "well", **OPTIONS["words"])
     (folder / "empty").touch()
     calls = {"readv": 0, "fsync": 0}
@@ -115,8 +115,8 @@ def test_reads_and_flushes_that_fail_are_repeated(folder, sources, prepare, monk
 
 @pytest.mark.parametrize("name", ["a.npy", "b.bin", "layout/c.npy"])
 def test_token_files_that_become_shorter_are_refused(folder, prepare, monkeypatch, name):
-    """A token file that is truncated while it is read is an error. It is not mapped into memory, because accessing a
-    page of a mapped file that can't be read would end the process with SIGBUS."""
+    """A token file that is truncated while it is read is an error. Token files are not mapped into memory, because
+    accessing a page that can't be read would end the process with SIGBUS."""
     monkeypatch.setattr(token_files, "WINDOW", 100)
     ids = np.arange(1, 20_000, dtype=np.uint16)
     path = folder / name

@@ -180,8 +180,8 @@ def test_an_import_that_is_killed_at_any_write_resumes_to_the_same_bytes(
     assert not list(out.rglob(".*"))
 
 
-# A program that blocks while it trains the tokenizer. It does not handle signals during this time, like Python while a
-# library computes.
+# A program that blocks while it trains the tokenizer. During this time it does not handle signals. Python does not
+# handle them either while a library computes.
 HELD = """
 import hashlib
 from pathlib import Path

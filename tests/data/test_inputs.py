@@ -171,8 +171,8 @@ NO_SPLITS = {
 
 @pytest.mark.parametrize("name", NO_SPLITS)
 def test_a_name_without_a_matching_train_is_not_a_split(tmp_path, capsys, name):
-    """A file belongs to a split only if its name differs in one word from another name that has the word "train" in
-    its place. The import prints why it reads all files."""
+    """A file belongs to a split only if its name differs in one word from another name that has the word "train" in the
+    place of this word. The import prints why it reads all files."""
     places = NO_SPLITS[name]
     for number, place in enumerate(places):
         write_records(tmp_path / place, [[number]])

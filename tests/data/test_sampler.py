@@ -103,8 +103,8 @@ def test_a_source_without_a_sample_is_refused():
 
 
 def test_a_position_is_reported_in_tokens_and_epochs():
-    """`seen` returns how many tokens and epochs of each source have been drawn. An epoch of a run contains the
-    windows of all sources with a weight above 0."""
+    """progress_by_source returns how many tokens and epochs of each source have been drawn. An epoch of a run contains
+    the windows of all sources with a weight above 0."""
     order = Sampler(with_windows(40, 20, 10), {"s0": 1, "s1": 1, "s2": 0}, 8, 0)
     assert order.epoch_windows == 60
     counts = progress_by_source(order.state_after(60))

@@ -72,7 +72,7 @@ def test_token_files_of_every_format_give_the_written_documents(
     prepare, tmp_path, monkeypatch, form
 ):
     """A file of token ids in any format gives the documents that were written, also if a document, its eos or its
-    strip_tokens cross the border between two windows of a mapped file."""
+    strip_tokens cross the border between two windows, the parts in which the file is read."""
     monkeypatch.setattr(token_files, "WINDOW", 3)
     write_documents(tmp_path / "in", form)
     options = FLAT.get(form, [{}])[-1]

@@ -100,8 +100,8 @@ def assert_close(found, expected, name):
 
 
 def gradients_by_our_name(architecture, config, theirs):
-    """Returns {our name of a parameter: its gradient} of a model of transformers. The names of its parameters can
-    differ from the names in its files."""
+    """Returns {our name of a parameter: its gradient} of a model of transformers. The parameters of a model of
+    transformers can have other names than the tensors in its files."""
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     found = {}
     for our_name, stored in architecture.stored_tensors(config).items():

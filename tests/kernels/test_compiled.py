@@ -1,7 +1,8 @@
 """Tests that every kernel compiles for several GPUs, and that the cost of its code is within bounds.
 
 By default, each launch is compiled for one of six pairs of a Triton version and an architecture. KERNEL_GATES=all
-tests/run.sh tests/kernels/test_compiled.py compiles all launches for all pairs. The cache is next to the Triton.
+tests/run.sh tests/kernels/test_compiled.py compiles all launches for all pairs. The compiled kernels are cached in a
+folder next to the one of the Triton version.
 """
 
 import json
@@ -27,9 +28,11 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
 class Bounds(NamedTuple):
-    instructions: float  # per element, as counted by benchmarks.kernels.compiler
-    spills: int = 0  # instructions in the innermost loops that read or write the stack
-    stack: int = 0  # bytes
+    """The largest accepted counts of a compiled launch, as benchmarks.kernels.compiler counts them."""
+
+    instructions: float  # the number of instructions per element
+    spills: int = 0  # instructions of the innermost loops that access the stack
+    stack: int = 0  # the size of the stack in bytes
 
 
 BOUNDS = {
@@ -44,7 +47,7 @@ BOUNDS = {
     "scan backward": Bounds(47, spills=80, stack=700),
     "ssd add_up": Bounds(2.6),
     "ssd sweep": Bounds(149, spills=16, stack=64),
-    "ssd sweep on sm_90": Bounds(92, spills=8, stack=32),  # Triton 3 needs only 67
+    "ssd sweep on sm_90": Bounds(92, spills=8, stack=32),  # 67 instructions with Triton 3
     "ssd sweep local": Bounds(43),
     "ssd sweep local on sm_90": Bounds(22),
     "ssd near": Bounds(48, stack=64),
@@ -104,8 +107,8 @@ def test_scans_of_many_states_compile(version, d_state, project):
 
 
 def test_no_loop_of_a_kernel_loses_a_variable(project):
-    """Triton 3's front end carries every variable that a loop of our kernels changes (tests/support/carries.py). It
-    once did not carry the fourth tap of the convolution in float32."""
+    """Triton 3's front end carries every variable that a loop of our kernels changes (tests/support/carries.py). The
+    front end once did not carry the variable of the fourth tap of the convolution in float32."""
     report = json.loads(run_with_triton("3.6.0", project, "tests.support.carries"))
     assert report["toy"] == ["old"]
     assert report["launches"] > 30 and report["compared"] > 1000

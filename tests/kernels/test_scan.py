@@ -91,7 +91,7 @@ def test_states_clear_at_a_start_however_slow_the_decay():
 
 def test_rows_that_lie_far_apart(monkeypatch):
     """Elements with an offset of more than 2**31, as in the gate of a long sequence, are read and written correctly."""
-    # Cuts the row into three segments, so that LOCAL sweeps compute their states.
+    # With this value, the row is divided into three segments, and sweeps with LOCAL compute the states of the segments.
     monkeypatch.setattr(backend, "FILL", 3)
     length, row = 20, 1 << 27
     near = torch.randn(1, length, 19).bfloat16()

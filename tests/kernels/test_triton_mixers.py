@@ -44,8 +44,8 @@ def build(kind, backends=WHOLES, **sizes):
 
 
 def mixer(kind, backends=WHOLES):
-    """Returns (a function of x, seq_idx and the parameters; {name: value} of x and the parameters). It applies the
-    mixer twice."""
+    """Returns (a function of x, seq_idx and the parameters; {name: value} of x and the parameters). The function
+    applies the mixer twice."""
     layer = build(kind, backends)
     generator = torch.Generator().manual_seed(5)
     values = {"x": torch.randn(1, LENGTHS[kind], layer.config.d_model, generator=generator)}
@@ -93,9 +93,10 @@ def test_equals_float64(kind):
 
 
 def kept(kind, backends):
-    """Returns the size of the tensors that a mixer saves for its backward pass, in units of a bf16 tensor (token, d_inner).
+    """Returns the size of the tensors that a mixer saves for its backward pass, in units of a bf16 tensor of shape
+    (tokens, d_inner).
 
-    Its input and weights do not count. The sizes are those of mamba-1.4b or mamba2-1.3b.
+    The input and the weights of the mixer do not count. The sizes are those of mamba-1.4b or mamba2-1.3b.
     """
     storages = {}
     with FakeTensorMode():
@@ -126,7 +127,8 @@ def kept(kind, backends):
 
 @pytest.mark.parametrize("kind, most", [("mamba1", 2.6), ("mamba2", 2.1)])
 def test_keeps_less_than_its_parts(kind, most, monkeypatch):
-    """A mixer that is computed as a whole keeps more than two tensors less than its operators one by one.
+    """A mixer that is computed as a whole keeps less memory for the backward pass than its operators one by one. The
+    difference is more than two bf16 tensors of shape (tokens, d_inner).
 
     Mamba-1 keeps x, z, the output of x_proj, and the states of every 64th position in fp32. Mamba-2 keeps the output of
     in_proj. mamba-ssm also keeps the outputs of the scan and of SSD.

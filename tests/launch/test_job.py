@@ -225,8 +225,8 @@ def test_a_first_try_makes_its_corpus_and_leaves_no_container(
 
 @pytest.mark.slow
 def test_a_check_ends_before_the_training(cluster, launcher_project):
-    """`1.train.sbatch --check` checks the nodes, tokenizes on a free one, and ends without training and without
-    files."""
+    """`1.train.sbatch --check` checks the nodes, runs the tokenizer on a free node, and ends without training and
+    without files."""
     script = launcher_project / "1.train.sbatch"
     check = [script, "--check", "--save_ckpt_path=runs/a"]
     done = run_program(*check, **cluster.environment)

@@ -100,7 +100,8 @@ def test_paths_are_relative_to_the_working_directory(launcher_project, tmp_path)
     assert not (launcher_project / "runs").exists() and not (launcher_project / "data").exists()
 
 
-# Signals the launcher, and waits until the launcher requests a stop or ends this process.
+# This code is inserted at the start of a program. It sends a signal to the launcher, and waits until the launcher
+# requests a stop or ends this process.
 TELLS = """
 import os, sys, time
 os.kill(os.getppid(), {number})

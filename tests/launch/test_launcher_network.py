@@ -42,7 +42,8 @@ NODES = {
 def node_command(project, folder, drivers):
     """Returns a function command(**environment) that returns the environment of a command on a node.
 
-    The node has one network device for each driver, and the programs in folder/bin. Its ldconfig lists no libraries.
+    The node has one network device for each driver, and the programs in folder/bin. ldconfig of the node lists no
+    libraries.
     """
     for number, driver in enumerate(drivers):
         (folder / "drivers" / driver).mkdir(parents=True, exist_ok=True)

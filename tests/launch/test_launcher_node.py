@@ -57,8 +57,9 @@ def test_files_of_an_earlier_start_are_removed(
 ):
     """The first node removes failures and outcome of an earlier start from the folder of its start.
 
-    With an ID of Slurm, Slurm has started the step again to replace a node that failed, and the settings are kept.
-    Without an ID, the files can come from any start, including one of another version, and all are removed.
+    If the folder is named after a job of Slurm, Slurm has started the step again to replace a node that failed, and the
+    file with the resolved settings is kept. Otherwise the files can come from any start, including one of another
+    version, and all are removed.
     """
     folder = tmp_path / name
     folder.mkdir()
@@ -216,7 +217,7 @@ def test_a_killed_rank_failed_first_and_then_the_earliest(tmp_path):
 
 def test_a_rank_that_is_killed_after_its_error_has_failed_by_itself(tmp_path, monkeypatch):
     """A rank that has reported a user error and is then killed counts as failed with that error, because a user error
-    must not count as a crash. The launcher kills it if another rank fails at the same moment."""
+    must not count as a crash. The launcher kills such a rank if another rank fails at the same moment."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
     write_torchrun_error(UserError("a mistake"))
     killed = ProcessFailure(0, 1, -signal.SIGKILL, str(tmp_path / "error"))
@@ -246,8 +247,8 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 @pytest.fixture
 def environment(monkeypatch, tmp_path):
-    """Returns a function environment(**given) that returns the environment which a launcher with the given one makes
-    for its ranks."""
+    """Returns a function environment(**given). The function returns the environment that a launcher makes for its ranks
+    if its own environment is `given`."""
 
     def of(**given):
         monkeypatch.setattr(os, "environ", given)

@@ -79,10 +79,10 @@ def command(project):
 
 @pytest.fixture
 def start(project, command, tmp_path):
-    """Returns a function start(*words, **environment) that starts a launcher with two ranks, and returns it after six
-    entries of metrics.jsonl.
+    """Returns a function start(*words, **environment) that starts a launcher with two ranks, waits for six entries of
+    metrics.jsonl, and returns the Popen of the launcher.
 
-    Its temporary files are in tmp_path/scratch and its output in tmp_path/log.
+    The temporary files of the launcher are in tmp_path/scratch, and its output is in tmp_path/log.
     """
 
     def start(*arguments, **environment):

@@ -77,8 +77,8 @@ class Guard:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Provides a NodeWatch of two nodes. reachable: whether nodes respond. losses: the nodes that it has reported as
-    lost."""
+    """Provides a NodeWatch of two nodes. Its attribute `reachable` determines whether the nodes respond. Its attribute
+    `losses` is the list of the nodes that it has reported as lost."""
     monkeypatch.setattr(node_watch, "RECHECK_SECONDS", 0.05)
     watch = node_watch.NodeWatch(["n1", "n2"], lambda node: watch.losses.append(node))
     watch.losses = []

@@ -15,9 +15,9 @@ JOB = slurm.Job("77", "70_3", 2, ["node1", "node2"])
 
 @pytest.fixture
 def says(tmp_path, monkeypatch):
-    """Returns a function says(command, *answers): it replaces a command of Slurm by one that prints one answer per
-    call, and then always the last. The answer None makes the command fail. says.asked(command) returns the arguments of
-    each call."""
+    """Returns a function says(command, *answers). The function replaces a command of Slurm by a program that prints the
+    answers one after the other, one at each call. Later calls print the last answer. The answer None makes the command
+    fail. says.asked(command) returns the arguments of each call."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
@@ -151,7 +151,7 @@ def test_a_job_is_queued_again_once(says, state, answers, is_queued, tries):
 )
 def test_the_next_start_does_not_get_a_lost_node_if_there_are_others(says, listed, expected):
     """A job that is queued again excludes lost nodes if there are enough others, and requests as many nodes as before,
-    because it can have released some. Nodes that the user has excluded stay excluded."""
+    because the job can have released some of its nodes. Nodes that the user has excluded stay excluded."""
     says("squeue", "RUNNING")
     says("sinfo", listed)
     says("scontrol", "", "   ReqNodeList=(null) ExcNodeList=node9\n", "node9\n")

@@ -333,7 +333,7 @@ def test_measurements_override_the_usual_order(install):
 @needs_c
 def test_a_new_backend_is_a_module_and_a_name(monkeypatch):
     """A new backend consists of a module and an entry in BACKENDS and OPERATORS. It is considered in the order of
-    OPERATORS, its `why_not` is asked, and its functions are called."""
+    OPERATORS, its function `why_not` decides whether it can be used, and its other functions are called."""
     toy = types.ModuleType("mamba_fsdp.ops.scan.toy")
     toy.why_not = lambda use: "the toy can't separate documents" if use.seq_idx else None
     toy.selective_scan = lambda *inputs: "toy"

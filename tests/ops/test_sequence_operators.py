@@ -75,7 +75,8 @@ OPERATORS = {
         "q=btgn k=btgn v=bthp g=bth beta=bth initial_state=bhnp",
     ),
 }
-# The sizes of batch, positions, channels, convolution width, heads, channels of a head, groups of heads, and states.
+# The sizes of the dimensions: b batch, t positions, c channels, w convolution width, h heads, p channels of a head, g
+# groups of heads, n states.
 SIZES = {"b": 2, "t": 70, "c": 5, "w": 4, "h": 4, "p": 3, "g": 2, "n": 5, "1": 1}
 RANGES = {
     "A": lambda t: -t.exp(),
@@ -206,7 +207,7 @@ def test_results_in_c_do_not_depend_on_threads(operator, backend):
 @each_form
 def test_memory_is_linear_without_states(operator, backend):
     """No operator creates a tensor with a state for each position, which would be more than 12 times as large as the
-    inputs. It saves less than 6 times the size of the inputs for the backward pass."""
+    inputs. The tensors that an operator saves for the backward pass are less than 6 times as large as the inputs."""
     values = draw(operator, torch.float32, t=1024, c=64, n=64, h=4, p=16)
     for value in values.values():
         value.requires_grad_()
@@ -241,8 +242,9 @@ def test_a_part_without_a_state_plus_the_output_of_its_state_equals_the_whole():
 
 @pytest.mark.parametrize("bounded", [False, True])
 def test_the_call_of_flash_linear_attention(monkeypatch, bounded):
-    """The fused backend passes documents to flash-linear-attention in one row with their boundaries, and refuses
-    states of documents. A function with the same parameters replaces the library."""
+    """The fused backend passes all documents to flash-linear-attention in a single row, together with their boundaries.
+    With documents, it refuses an initial state, and it refuses to return the last state. In this test, a function with
+    the same parameters replaces the library."""
 
     def chunk_gated_delta_rule(
         q, k, v, g, beta, *, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens

@@ -16,7 +16,7 @@ from tests.support.projects import make_project, make_venv, shorten_corpus
 from tests.support.pyxis import SQUASHFS, make_cluster
 
 pytestmark = pytest.mark.slow
-# Replaces the Python of the image: records its arguments, and fails outside of the project's folder.
+# This program replaces the Python of the image. It records its arguments, and fails outside of the project's folder.
 PYTHON = """#!/bin/sh
 echo "$@" >> {}
 [ "$PWD" = {} ] || exit 1

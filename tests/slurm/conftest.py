@@ -38,8 +38,8 @@ def started_cluster(tmp_path_factory):
     with slurm.Cluster(
         folder, gpus=[0, 0, 0, 2, 2, 4], shared=shared, extra_config=CONFIG
     ) as cluster:
-        # The daemons have read the file, and keep the long KillWait, so that jobs can end after scancel. srun
-        # reads it later, and waits only 10 s for a launcher after the launcher of another node was killed.
+        # The daemons have read the file, and keep the long KillWait, so that jobs can end after scancel. srun reads the
+        # file later, and waits only 10 s for a launcher after the launcher of another node was killed.
         settings = cluster.folder / "etc/slurm.conf"
         settings.write_text(re.sub("KillWait=.*", "KillWait=10", settings.read_text()))
         yield cluster

@@ -2,9 +2,10 @@
 
     python -m tests.storm [--rounds=12] [--seed=N] [--strategies=ddp,fsdp,hsdp,context]
 
-Each round kills one rank, or all ranks as if their launcher had died. The moment is the n-th file operation of a kind
-(saving, committing, pruning, consolidating and all others in the run folder), a step, or any time. The seed determines
-the moments; only the times also depend on the speed of the machine.
+Each round kills one rank, or all ranks as if their launcher had died. The moment is before the n-th file operation of
+one kind in the run folder (MOMENTS lists the kinds), at the end of the n-th step, or a number of seconds after the
+first step. The seed determines these numbers. What a run does after a number of seconds also depends on the speed of
+the machine.
 """
 
 import argparse
@@ -41,7 +42,7 @@ SETTINGS = {
 SECONDS_TO_END = 400  # limit for the exit of ranks after one of them has died, on a busy machine
 OF_RANK_0 = ("os.rename", "os.remove", "os.mkdir", "publish")
 MOMENTS = ("time", "step", "open", *OF_RANK_0)
-# {kind of moment: largest n}. For other kinds it is 8.
+# {kind of moment: largest n}. The largest n of all other kinds is 8.
 MAX_COUNTS = {"step": 5, "open": 60, "os.remove": 20, "publish": 6}
 
 
@@ -117,8 +118,8 @@ class Storm:
         }
 
     def start(self, run, kill=None):
-        """Starts the run and returns whether it ended normally. If a rank fails, asks the other ranks to stop, like
-        torchrun."""
+        """Starts the ranks of a run, and waits until all have ended. Returns whether all of them have ended normally.
+        If one rank fails, the other ranks get SIGTERM, as from torchrun, or SIGKILL if kill["all"] is set."""
         settings = self.settings | {"save_ckpt_path": self.folder / run}
         settings["async_checkpoint"] = self.choose.random() < 0.6
         arguments = [json.dumps(kill), *format_arguments(settings)]
@@ -139,7 +140,8 @@ class Storm:
         return not any(codes)
 
     def results_of(self, run):
-        """Returns the results of a finished run: weights and moments as bytes, and metrics without times."""
+        """Returns the results of a finished run as a dict: {file name: bytes} of its last checkpoint and its published
+        weights, and {"metrics": its metrics without times}."""
         folder = self.folder / run
         files = [*folder.glob(f"checkpoints/step_{STEPS:08d}/rank_*"), *folder.glob("pth/*/*.pth")]
         results = {file.name: file.read_bytes() for file in files}

@@ -5,8 +5,8 @@ must not change, add or remove a file.
 
 The first run has one rank and small checkpoints. It acquires its folder, writes settings, events and metrics, saves step
 6, commits, prunes, publishes, and releases the folder. This is repeated, and the run is frozen at another moment each
-time: before each rename, before each file is opened for writing, and after each check of the lease. With --all, it is also
-frozen before every other call that touches files of the run.
+time: before a rename, before a file is opened for writing, or after a check of the lease. With --all, the moments also
+include every other call that touches files of the run.
 
 In half of the cases the other run has finished when the first one continues. The moments then start after the first run
 has acquired the folder.
@@ -82,18 +82,22 @@ def storm(place, beginning, finishes, calls):
 
 
 def freeze(run, calls, number, finishes):
-    """Freezes a run before its call number `number` of the kinds in `calls`, counted from 1. Lets another run take over
-    the folder, and checks that the first run changes no file when it continues.
+    """Freezes a run, lets another run take over its folder, and continues the frozen run. Asserts that the frozen run
+    then changes no file. Returns False if the run ended before it was frozen, because it made fewer than `number`
+    calls.
 
-    finishes: whether the other run ends before the first one continues. Returns False if the first run made fewer
-    calls."""
+    run: the run folder.
+    calls: names of the audit events that count. Checks of the lease count, too.
+    number: the run is frozen before this call, counted from 1.
+    finishes: see `storm`.
+    """
     process = FORKED.Process(target=be_frozen, args=(run, calls, number, finishes))
     process.start()
     _, status = os.waitpid(process.pid, os.WUNTRACED)
     if not os.WIFSTOPPED(status):
         assert os.waitstatus_to_exitcode(status) == 0
         return False
-    folder = acquire(run, patience=0.0)  # it does not wait for the lease to expire
+    folder = acquire(run, patience=0.0)  # the lease of the frozen run counts as expired
     other = train(folder, 4, 100, 7)
     if finishes:
         publish(folder, other)
@@ -166,8 +170,8 @@ def files_of(run):
 
 
 def be_frozen(run, calls, number, finishes):
-    """Trains up to step 6 and is frozen once. This is the process of the frozen run; it ends in the same way as
-    run_training."""
+    """Runs in the process of the run that is frozen. Trains up to step 6, freezes this process once, and ends the run
+    in the same way as run_training. The arguments are those of `freeze`."""
     if not finishes:
         stop_before(calls, number, str(run))
     try:

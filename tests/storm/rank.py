@@ -1,8 +1,8 @@
-"""Runs a rank for tests.storm that can kill itself at a given moment.
+"""Runs a rank for tests.storm. The rank can kill itself at a given moment.
 
     python -m tests.storm.rank KILL ARGUMENTS
 
-KILL is the JSON of a result of Storm.choose_kill.
+KILL is the JSON of a result of Storm.choose_kill, or null.
 """
 
 import json
@@ -19,8 +19,8 @@ from mamba_fsdp.verbs import train
 class Death:
     """Kills this rank at the moment that `kill` describes.
 
-    File operations are counted from the start of the process. Steps and seconds are counted from the end of the first
-    step.
+    File operations and finished steps are counted from the start of the process. Seconds are counted from the end of
+    the first step.
     """
 
     def __init__(self, kill):

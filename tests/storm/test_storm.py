@@ -1,7 +1,7 @@
 """Runs tests.storm and tests.storm.frozen with a fixed seed: four kills of runs, and a freeze before each write.
 
-STORM_ROUNDS=200 makes more kills, also with HSDP, which takes a night. FROZEN_STORM=all freezes a run before each
-call.
+With STORM_ROUNDS=200, there are 200 kills, spread over all strategies. This takes a night. With FROZEN_STORM=all, a run
+is frozen before each call that touches its files.
 """
 
 import os

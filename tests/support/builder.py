@@ -29,7 +29,8 @@ PIP_CONF = """\
 cert = /etc/ssl/certs/ca-certificates.crt
 find-links = /opt/cuda-libraries
 """
-# nvcc and its programs, from the Debian version with CUDA 12, in the layout of NVIDIA's images. No libraries.
+# nvcc and its programs, from the Debian version with CUDA 12, in the layout of NVIDIA's images. The image contains no
+# CUDA libraries.
 CUDA = """\
 FROM localhost/bare
 COPY cuda/ /usr/local/cuda/
@@ -79,8 +80,8 @@ PyMODINIT_FUNC PyInit_{name}_cuda() {{ return PyModule_Create(&module); }}
 
 
 class Builder:
-    """Runs buildah with its own storage below `folder`. The isolation chroot works inside containers and uses the
-    host's network."""
+    """Runs buildah with its own storage below `folder`. All builds use `--isolation chroot`, which works inside
+    containers and uses the host's network."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -180,8 +181,9 @@ class Builder:
 
 
 def fetched(command, check=True, **how):
-    """Runs a command, and returns the finished process. With `check`, a command that fails is run up to three times: a
-    build downloads hundreds of files, and a new attempt continues after the steps that succeeded."""
+    """Runs a command, and returns the finished process. With `check`, a command that fails is run up to three times,
+    because a build downloads hundreds of files, and a new attempt continues after the steps that succeeded. Raises
+    AssertionError if the command fails three times."""
     for _ in range(3):
         done = subprocess.run(command, **how)
         if not check or done.returncode == 0:

@@ -3,7 +3,7 @@
     python -m tests.support.carries    prints a JSON object
 
 If a variable has the same tensor at the start and at the end of an iteration, Triton does not carry it to the next
-iteration. That is wrong if the loop assigns it the tensor of another variable, and this variable changes.
+iteration. That is wrong if the loop assigns the tensor of another variable to it, and the other variable changes.
 """
 
 import json

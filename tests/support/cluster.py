@@ -1,8 +1,8 @@
 """Runs a real Slurm of several nodes on one machine: a slurmctld, and a slurmd for each node in its own namespaces.
 
 A node has its own processes, host name, network (10.66.0.N, with a bridge that is not connected to other networks) and
-/tmp. It shares all other folders with the machine, so any folder outside /tmp acts as a shared file system. `folder`
-and `shared` are also visible inside /tmp.
+/tmp. It shares all other folders with the machine, so any folder outside /tmp acts as a shared file system. Folders
+below /tmp are also shared if they are `folder` or in `shared`.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ def missing():
 class Cluster:
     """A cluster, to be used as a context manager. Nodes are called node1, node2, ...
 
-    gpus: the number of fake GPUs that Slurm finds on each node. The default partition contains the
-    nodes without GPUs.
+    gpus: the numbers of fake GPUs that Slurm finds on the nodes, one number for each node. The default partition
+    contains the nodes without GPUs.
     """
 
     def __init__(self, folder, gpus=(0, 0), shared=(), extra_config=""):
@@ -61,7 +61,8 @@ class Cluster:
         return self
 
     def __exit__(self, *_):
-        if "login" in self.inits:  # all nodes are in its process namespace, and end with it
+        # The process namespace of the login machine contains all nodes, so the nodes end with it.
+        if "login" in self.inits:
             _kill(self.inits["login"])
 
     def _write_config(self, gpus, extra):
@@ -268,14 +269,14 @@ slurmd -D -N {name} & while :; do sleep 3600 & wait; done"""
         return self.wait_until(ended, f"job {job} ends")
 
     def release(self, job):
-        """Starts a job that is queued again at once. Slurm would delay it by two minutes."""
+        """Starts a job immediately if it has been queued again. Slurm would delay the start by two minutes."""
         if self.restarts(job) and self.state(job) == "PENDING":
             # Within the same second, nodes would confuse the new start with the one that has just ended.
             time.sleep(2)
             self.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
 
     def wait_until(self, happened, what):
-        """Calls happened() until it returns a true value, and returns that.
+        """Calls happened() until it returns a true value, and returns this value.
 
         Raises TimeoutError with `what` and the last log lines of the daemons.
         """

@@ -1,7 +1,7 @@
 """Compares outputs and gradients of kernels with the reference backend in float64.
 
-An error is the largest difference divided by the largest value. Triton's interpreter truncates fp32 to bf16, so a
-result in bf16 can differ by a whole step of 2**-7.
+The error of a tensor is its largest difference from the expected tensor, divided by the largest value of the expected
+tensor. Triton's interpreter truncates fp32 to bf16, so a result in bf16 can differ by a whole step of 2**-7.
 """
 
 import torch
@@ -38,7 +38,8 @@ def double(leaves):
 
 
 def relative_error(got, expected):
-    """Returns the largest difference divided by the largest value, for tensors of any dtype. NaN counts as infinite."""
+    """Returns the largest difference between two tensors divided by the largest value of `expected`. The tensors can
+    have any dtype. NaN counts as infinite."""
     assert got.shape == expected.shape, (got.shape, expected.shape)
     if not expected.numel():
         return 0.0
@@ -49,8 +50,8 @@ def relative_error(got, expected):
 
 
 def assert_like(got, expected, most=None):
-    """Asserts that every tensor of a dict is within a bound of the expected one. most: a bound for all tensors, or
-    {name: bound}. By default, the bound is the value in MOST for the dtype."""
+    """Asserts that the relative error of every tensor of a dict is within its bound. most: a bound for all tensors, or
+    {name: bound} for some of them. The bound of any other tensor is the value in TOLERANCES for its dtype."""
     assert got.keys() == expected.keys()
     errors = {name: relative_error(tensor, expected[name]) for name, tensor in got.items()}
     if isinstance(most, float):

@@ -78,7 +78,7 @@ def write_learnable(path, seed, documents, tokenizer="ids:of the corpus"):
 
 
 def read_back(store):
-    """Returns the documents of a store as text."""
+    """Returns the documents of the store at this path as texts, without their eos."""
     store = TokenStore(store)
     backend = Tokenizer.from_file(str(store.tokenizer_path / "tokenizer.json"))
     return [
@@ -88,7 +88,8 @@ def read_back(store):
 
 
 def content(folder):
-    """Returns {name: bytes} of everything in a finished dataset, without durations and the path of the input."""
+    """Returns {path: bytes} of all files in the subfolders of a finished dataset. The files directly in the folder are
+    left out, because they contain durations and the path of the input."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(Path(folder).rglob("*"))

@@ -49,8 +49,8 @@ def functions():
 
 
 def compile_library(path, functions):
-    """Compiles a library with this name. Like in NVIDIA's libraries, the functions have the name as their symbol
-    version."""
+    """Compiles a library that exports these functions. As in NVIDIA's libraries, the symbol version of each function is
+    the file name of the library."""
     source = path.with_suffix(".c")
     version_script = path.with_suffix(".map")
     definitions = [f"int {name}(void) {{ return 1; }}\n" for name in ("stand_in", *functions)]

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 
 
 def loop(u, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx=None):
-    """Computes the recurrence of Mamba-1. Returns (y, last state)."""
+    """Computes the recurrence of Mamba-1. Returns (y with the shape of u, last state of shape (batch, channels,
+    d_state))."""
     # The default threshold of 20 causes an error of 1e-10.
     delta = F.softplus(dt + dt_bias, threshold=50)
     state, ys = initial_state, []
@@ -19,7 +20,8 @@ def loop(u, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx=None):
 
 
 def recurrence(x, dt, A, B, C, D, dt_bias, seq_idx=None, initial_state=None):
-    """Computes the recurrence of Mamba-2. Returns (y, last state)."""
+    """Computes the recurrence of Mamba-2. Returns (y with the shape of x, last state of shape (batch, heads, headdim,
+    d_state))."""
     batch, length, heads, headdim = x.shape
     delta = F.softplus(dt + dt_bias)
     B, C = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (B, C))
@@ -37,7 +39,8 @@ def recurrence(x, dt, A, B, C, D, dt_bias, seq_idx=None, initial_state=None):
 
 
 def delta_recurrence(q, k, v, g, beta, seq_idx=None, initial_state=None):
-    """Computes the recurrence of Gated DeltaNet. Returns (y, last state)."""
+    """Computes the recurrence of Gated DeltaNet. Returns (y with the shape of v, last state of shape (batch, heads,
+    channels of a key, channels of a value))."""
     heads = v.shape[2]
     q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
     q, k = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (q, k))
@@ -56,7 +59,7 @@ def delta_recurrence(q, k, v, g, beta, seq_idx=None, initial_state=None):
 
 
 def random_documents(batch, length):
-    """Returns a random seq_idx with about four documents per row."""
+    """Returns a random seq_idx of shape (batch, length) with about four documents per row."""
     starts = torch.rand(batch, length, generator=torch.Generator().manual_seed(1)) < 4 / length
     return starts.int().cumsum(1).int()
 

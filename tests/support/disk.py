@@ -34,7 +34,7 @@ class Disk:
 
     @contextlib.contextmanager
     def counting(self, failing=None):
-        """Records the calls in the block, in order. The call with the number `failing` fails."""
+        """Records the calls in the block, in order. The call with the number `failing`, counted from 0, fails."""
         self.calls.clear()
         self.failing = failing
         self.counts = True
@@ -44,11 +44,12 @@ class Disk:
             self.counts = False
 
     def check_single_failures(self, prepare, scenario, read, step=1):
-        """Asserts that a scenario has the same results whichever of its calls fails once.
+        """Runs a scenario once for each of its calls, and lets only this call fail. Asserts that the results are always
+        the same as without a failure.
 
         prepare: a function that is called before each run. Its result is the argument of the scenario.
         read: a function that is called after each run. Its result is compared, too.
-        step: only every step-th call fails.
+        step: only the failures of every step-th call are tested.
         """
 
         def run(failing=None):

@@ -1,5 +1,5 @@
 """Runs the program in processes that are forked from a process with all its imports, to save the seconds that the
-imports take. The processes have the interface of Popen."""
+imports take. The processes have a part of the interface of Popen."""
 
 import atexit
 import gc
@@ -107,7 +107,8 @@ def start(command, folder, merged=True):
 
 
 def finish(process, command, code=0):
-    """Waits for a Training, and returns its stdout. Raises AssertionError if the exit code is another one."""
+    """Waits for a Training, and returns its stdout. Raises AssertionError if the exit code is not `code`, or if the
+    output contains a traceback."""
     output, errors = process.communicate(MAX_SECONDS)
     assert process.returncode == code, f"{command}\n{output}\n{errors}"
     assert "Traceback" not in output + errors, f"{command}\n{output}\n{errors}"

@@ -1,6 +1,7 @@
 """Tests our calls of mamba-ssm's Mamba-2 kernels on a CPU. The reference functions of mamba-ssm replace its kernels.
 
-test_fused.py runs this program in a separate process. It fails if outputs or gradients differ from the reference backend.
+test_fused.py runs this program in a separate process. The program fails if outputs or gradients differ from those of
+the reference backend.
 
     python fused_on_cpu.py FOLDER_WITH_MAMBA_SSM
 """
@@ -12,7 +13,7 @@ import types
 from pathlib import Path
 
 sys.path[:0] = [sys.argv[1], str(Path(__file__).resolve().parents[2])]
-# Its __init__ is not run, because it imports everything else.
+# The __init__.py of mamba_ssm is not run, because it imports all other modules of the package.
 package = types.ModuleType("mamba_ssm")
 package.__path__ = [f"{sys.argv[1]}/mamba_ssm"]
 sys.modules["mamba_ssm"] = package
@@ -42,7 +43,7 @@ def causal_conv1d_reference(x, weight, bias, activation):
 def answered_by(reference, kernel, sequences, ignored):
     """Returns a replacement for `kernel` that takes the same arguments and runs `reference` for each document.
 
-    sequences: the names of the arguments with a length.
+    sequences: the names of the arguments whose second dimension is the position.
     ignored: the names of the arguments that `reference` does not have.
     """
     signature = inspect.signature(kernel)

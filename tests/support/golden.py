@@ -7,8 +7,8 @@ import yaml
 
 
 class GoldenFiles:
-    """Compares results with the golden files in a folder. With `renew`, the results replace the content of the files
-    first."""
+    """Compares results with the golden files in a folder. With `renew`, each result is written to its file before the
+    comparison."""
 
     def __init__(self, folder, renew):
         self.folder = folder
@@ -21,7 +21,8 @@ class GoldenFiles:
         assert text == file.read_text()
 
     def check_yaml(self, name, content, flow=None):
-        """Compares a YAML file, without the comments that begin at the start of a line.
+        """Compares `content` with a YAML file. Comments that begin at the start of a line are ignored, and a renewal
+        keeps them at the top of the file.
 
         flow: the argument default_flow_style of yaml.safe_dump.
         """
@@ -31,6 +32,6 @@ class GoldenFiles:
         self.check_text(name, comments + text)
 
     def check_entry(self, name, key, content, flow=None):
-        """Compares the entry `key` of a YAML file."""
+        """Compares `content` with the entry `key` of a YAML file."""
         entries = yaml.safe_load((self.folder / name).read_text())
         self.check_yaml(name, {**entries, key: content}, flow)

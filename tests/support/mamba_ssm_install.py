@@ -1,5 +1,5 @@
-"""Installs the Python modules of mamba-ssm, without its CUDA kernels, in a cache folder outside the project. Tests
-call only its reference functions, and never a GPU."""
+"""Installs the Python modules of mamba-ssm, without its CUDA kernels, in a cache folder outside the project. Tests call
+only the reference functions of mamba-ssm, and never use a GPU."""
 
 import os
 import sys

@@ -29,7 +29,8 @@ FAMILIES = {name: model_config(words) for name, words in SETTINGS.items()}
 
 
 def small_model(family, **more):
-    """Returns a small model with random values, because values of 0 or 1 could hide that two tensors are swapped."""
+    """Returns a small model with random values in all parameters. Values of 0 or 1 could hide that two tensors are
+    swapped."""
     model = MambaLM(FAMILIES[family], **more)
     # Not strict, because a tied head is the embedding.
     model.load_state_dict(random_state(model.config), strict=False)

@@ -8,9 +8,7 @@ PATIENCE_SECONDS = 400  # long, because a loaded machine is slow and a timeout i
 
 
 def wait_until(happened, what="it"):
-    """Calls happened() until it returns a true value, and returns that. Raises TimeoutError with
-    `what`.
-    """
+    """Calls happened() until it returns a true value, and returns this value. Raises TimeoutError with `what`."""
     end = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < end:
         if value := happened():

@@ -22,8 +22,10 @@ PARTS = [
 # The stack of the environment in which the tests run; tests/run.sh sets it.
 STACK = os.environ.get("MAMBA_FSDP_TEST_STACK", "cpu")
 
-# A training program that only counts steps. Its end depends on the environment: FAKE=storage|deaf|held (the first start
-# waits at step 10 for a request to stop), a file `fail` in the run folder, and FAKE_COMMIT_SECONDS, the duration of a save.
+# A training program that only counts steps. The following environment variables and files control its end. With
+# FAKE=storage, the last rank fails with a storage error. With FAKE=deaf, no rank ends. With FAKE=held, the first start
+# waits at step 10 for a request to stop. A file `fail` in the run folder makes rank 0 fail. FAKE_COMMIT_SECONDS is the
+# duration of a save.
 FAKE_TRAINING = r"""
 import json, os, resource, signal, sys, time
 from pathlib import Path
@@ -98,7 +100,7 @@ status("finished" if step == steps else "stopped", step)
 """
 
 
-# Replaces the tokenizing program: makes a tiny store and records its arguments.
+# This program replaces get_dataset.py. It makes a tiny store and records its arguments.
 FAKE_GET_DATASET = """
 import sys
 from pathlib import Path

@@ -30,10 +30,11 @@ PYXIS_OPTIONS = {
     "container-env": (0, 15),
 }
 OLDEST_PYXIS = (0, 19)  # the version that HyperPod has
-# Records its arguments, then runs the command for each node, one after the other. Slurm's commands do not exist in the
-# container. Tests set these variables. BROKEN_NODES: nodes that start no container. PREFLIGHT: the exit code of a preflight,
-# which is then not run. OUTCOMES: the outcomes of the trainings in order; {} for a training that is killed. AT: a part of the
-# command during which the job gets the signal SIGNAL; the training then waits for the file STOP, unless OUTCOMES is [].
+# The simulated srun records its arguments, then runs the command for each node, one after the other. Slurm's commands
+# do not exist in the container. Tests set these variables. BROKEN_NODES: nodes that start no container. PREFLIGHT: the
+# exit code of a preflight, which is then not run. OUTCOMES: the outcomes of the trainings in order, as JSON; {} is the
+# outcome of a training that is killed. AT: a part of the command during which the job gets the signal SIGNAL; the
+# training then waits for the file STOP, unless OUTCOMES is [].
 SRUN = f'''#!{sys.executable}
 import itertools, json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -133,7 +134,7 @@ sys.exit(max(run(node) for node in nodes))
 JOB = """#!/bin/bash
 export SLURM_JOB_ID=77 SLURM_JOB_NODELIST="node[1-2]" SLURMD_NODENAME=node1 JOB_PID=$$
 """
-# Runs a copy of the script immediately.
+# The simulated sbatch runs a copy of the script immediately.
 SBATCH = (
     JOB
     + """
@@ -204,7 +205,8 @@ def make_cluster(folder, project):
     commands, image = folder / "commands", folder / "image"
     for path in (folder / "state/node1", folder / "state/node2"):
         path.mkdir(parents=True)
-    # The environment has its stamp file.
+    # python3 of the image is the Python of the project's .venv, because this environment has the stamp file of
+    # 0.create_env.sh.
     write_program(image / "python3", f'#!/bin/sh\nexec "{project}/.venv/bin/python" "$@"\n')
     for name in ("bash", "env", "sh", "basename", "dirname", "readlink", "hostname"):
         (image / name).symlink_to(shutil.which(name))

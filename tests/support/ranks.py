@@ -106,7 +106,7 @@ def _rank(sender, rank, count, port, function, arguments):
 
 
 def train_whole(world, settings, **how):
-    """Runs run_training with these settings on this rank, in the world that it already has."""
+    """Runs run_training with these settings on this rank, in the world that this rank already has."""
 
     def start_world(timeout_minutes):
         return world
@@ -151,8 +151,8 @@ def tokens(step):
 
 
 def train(world, parallel, optimizer, steps, micro_batches=2):
-    """Takes the steps of the training loop, with the same global batches on any number of ranks. Returns [(loss,
-    gradient norm, whether the step was applied)]."""
+    """Trains the given steps in the same way as the training loop. The global batch of a step is the same on any number
+    of ranks. Returns [(loss, gradient norm, whether the step was applied)]."""
     records = []
     for step in steps:
         mine = tokens(step).view(world.size, micro_batches, -1, 9)[world.rank]

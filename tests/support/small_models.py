@@ -66,8 +66,8 @@ BAMBA = {
 
 
 def random_state(config, seed=0):
-    """Returns {name: tensor} with the initial values. Values such as ones are replaced, because they could hide that
-    two tensors are swapped."""
+    """Returns {name: tensor} with the initial values of a model plus random changes. Without the changes, tensors with
+    equal values, such as ones, could hide that two tensors are swapped."""
     model = MambaLM(config)
     generator = torch.Generator().manual_seed(seed)
     state = {}

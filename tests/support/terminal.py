@@ -76,5 +76,6 @@ class Terminal:
 
 
 def drawings(text):
-    """Splits the output into the successive contents of a row. Each ends with `\\r` or a line end. Blank ones are omitted."""
+    """Splits the output into the successive contents of a row. Each content ends with `\\r` or a line end. Blank
+    contents are omitted."""
     return [row.rstrip() for row in re.split(r"[\r\n]+", text) if row.strip()]

@@ -58,8 +58,8 @@ def compile_kernel(cache, kernel, author, size):
 
 
 def die_at(count):
-    """Kills this process in the middle of the write with this number: the temporary file exists, and the final one
-    does not."""
+    """Makes this process kill itself during its write number `count`, counted from 1. At this moment the temporary file
+    exists, and the final file does not."""
     replace = os.replace
 
     def counted(*paths):
@@ -73,15 +73,16 @@ def die_at(count):
 
 
 def meet(folder, plan):
-    """Waits until all `ranks` have called it."""
+    """Waits until plan["ranks"] processes have called this function with this folder."""
     open(os.path.join(folder, plan["author"]), "w").close()
     while len(os.listdir(folder)) < plan["ranks"]:
         time.sleep(0.001)
 
 
 def main(plan):
-    """Runs the rank. plan: an object with the fields kernels and author, and optionally size (bytes), pid and seed to
-    pretend, die_at, and `gate`, a folder in which this rank waits for all `ranks` before it starts."""
+    """Runs the rank. plan: an object with the fields kernels and author, and optionally `size` (bytes of a cache
+    entry), `pid` and `seed` (which replace those of the process), `die_at` (see die_at), and `gate` (a folder in which
+    this rank waits until as many ranks as the field `ranks` says have come)."""
     import triton.runtime.cache as cache  # imported here, so that tests can import this file without Triton
 
     if "pid" in plan:

@@ -170,7 +170,7 @@ def known():
 @pytest.fixture
 def effects(train, tmp_path):
     """Returns a function effects(settings), which trains and returns (losses, names of files, metrics and printed
-    lines)."""
+    lines). If the training ends with a user error, it returns (the error, [], [])."""
 
     def run_with(given):
         folder = tmp_path / "run"

@@ -28,8 +28,8 @@ LONG = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Makes the next saves after a failure come two, four and eight steps later, and removes the minute of
-    retries."""
+    """Makes the next saves after a failure come two, four and eight steps later. A storage operation that fails is not
+    retried."""
     monkeypatch.setattr(Clock, "mean_seconds", lambda clock, step: 30.0)
     monkeypatch.setattr(retry, "RETRY_SECONDS", 0.0)
 

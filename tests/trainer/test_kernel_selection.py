@@ -179,8 +179,9 @@ def test_a_wrong_sign_is_found(measure, operator):
 
 
 def test_triton_compiles_the_code_of_the_run_for_the_tested_rows():
-    """The inputs of the comparison make Triton compile the code that the run uses: they have enough rows to fill a
-    GPU if the run has, because kernels split fewer rows, and their lengths equal the length of the run modulo 16."""
+    """The inputs of the comparison make Triton compile the code that the run uses: their lengths equal the length of
+    the run modulo 16, and if the run has enough rows to fill a GPU, the inputs have enough, too, because the kernels
+    divide each row into parts if there are fewer rows."""
     settings = settings_of(d_model=2048, batch_size=40, seq_length=100)
     assert LayerCheck(settings, CPU).tests == [Rows(9, 592 + 4), Rows(1, 100)]
     shared = LayerCheck(settings.with_values(context_parallel=3), CPU)
@@ -440,8 +441,8 @@ def refusal(folder, world):
 
 
 def on_two_ranks(world, folder):
-    """Returns the errors of this rank in three selections: rank 1 has a wrong conv, a conv with slightly different
-    bits, and loses its GPU."""
+    """Returns the errors of this rank in three selections. In the first, rank 1 has a wrong conv. In the second, the
+    conv of rank 1 has slightly different bits. In the third, rank 1 loses its GPU."""
     choose(folder, world)
     errors = []
     for change in (negate(1), lambda function, arguments: function(*arguments) * (1 + 3e-7)):

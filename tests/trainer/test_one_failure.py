@@ -23,8 +23,8 @@ def place(tmp_path):
 
 @pytest.fixture
 def withstand(place, monkeypatch):
-    """Returns a function withstand(scenario, prepare), which asserts that the scenario leaves the same files
-    whichever call fails."""
+    """Returns a function withstand(scenario, prepare), which asserts that the scenario returns the same result and
+    leaves the same files whichever of its calls fails."""
     disk = Disk(monkeypatch, place)
 
     def list_files():

@@ -92,8 +92,8 @@ def test_a_dry_run_warns_of_settings_that_are_probably_mistakes(train, tmp_path)
 
 
 def test_changes_between_starts_are_recorded_with_their_step(train, tmp_path):
-    """The event of each start contains the settings that have changed, the step, and the name of the file with its
-    settings."""
+    """The event of each start contains the settings that have changed since the previous start, the step, and the name
+    of the file with all settings of the start."""
     run = tmp_path / "run"
     train(run, num_steps=2)
     train(run, num_steps=4, learning_rate=100.0)
@@ -173,8 +173,8 @@ def test_a_model_that_can_not_be_published_leaves_a_failed_run(train, tmp_path, 
 
 @pytest.mark.slow
 def test_starting_from_another_run(train, tmp_path):
-    """A run that starts from a .pth file gets its model. From the folder of a run it also gets the optimizer, and
-    with resuming_dataset=true also the position in the data."""
+    """A run that starts from a .pth file takes over the model. A run that starts from the folder or a checkpoint of
+    another run also takes over the optimizer, and with resuming_dataset=true the position in the data."""
     first = tmp_path / "first"
     train(first, num_steps=2)
     pth = next(first.glob("pth/*/consolidated.00.pth"))

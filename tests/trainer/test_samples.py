@@ -103,9 +103,9 @@ def train_on_rank(world, settings):
 
 
 def test_two_ranks_write_the_samples_of_one_and_stop_together(train, given, settings_of, tmp_path):
-    """Two ranks write the samples of a run with one rank. If the on_record function of rank 0 requests a stop, both
-    ranks stop after the step that was in progress, whose record it still gets. The function of rank 1 gets no
-    records."""
+    """Two ranks write the same samples as one rank. If the on_record function of rank 0 requests a stop, both ranks
+    stop after the step that is in progress. The function still gets the record of this step. The function of rank 1
+    gets no records."""
     given |= {"global_batch_size": 4, "schedule": "constant"}
     settings = settings_of(**{**given, "num_steps": 4}, sharding_strategy="fsdp")
     (trained, heard), (other, heard_by_other) = run_ranks(2, train_on_rank, settings)
@@ -117,7 +117,8 @@ def test_two_ranks_write_the_samples_of_one_and_stop_together(train, given, sett
 
 
 def stopped_at(world, look, settings):
-    """Trains on several ranks. Only rank 1 gets a request to stop, from the check with this number on."""
+    """Trains on several ranks. Only rank 1 gets a request to stop. It finds the request at the check number `look`,
+    counted from 1, and at all later checks."""
     looks = itertools.count(1)
     StopRequest.check = lambda request: world.rank == 1 and next(looks) >= look
     train_whole(world, settings)

@@ -65,11 +65,11 @@ def test_the_memory_of_a_device_equals_the_estimate(size, layers, recompute, sha
 
 
 def test_context_parallel_ranks_send_states_last_inputs_and_keys():
-    """Ranks that share sequences send only states, the last inputs of convolutions, and keys and values, once in the
-    forward pass, and their gradients once in the backward pass. Only the size of the keys and values depends on the
-    length.
+    """Ranks that share sequences send only states, the last inputs of convolutions, and keys and values. They send
+    these tensors once in the forward pass, and the gradients of these tensors once in the backward pass. Only the size
+    of the keys and values depends on the length.
 
-    Besides weights and gradients, a step has a single small collective.
+    Besides the collectives for weights and gradients, a step has a single small collective.
     """
     sharing = 4
     settings = TrainConfig(

@@ -58,7 +58,7 @@ def stop_at_look(monkeypatch):
 
 
 def results_of(run):
-    """Returns (metrics, [(progress, tensors) of each checkpoint]) of a run."""
+    """Returns (metrics, [(progress without times, bytes of the tensor file) of each checkpoint]) of a run."""
     checkpoints = []
     for path in sorted(run.glob("checkpoints/step_*")):
         progress = json.loads((path / "state.json").read_text())["state"]["progress"]

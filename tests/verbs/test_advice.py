@@ -15,7 +15,8 @@ import torch
 
 from tests.support.corpora import write_files
 
-# Runs each line of stdin like the command mamba-fsdp, and prints [exit code, output] for it.
+# This program reads a command line from each line of stdin, a JSON string. It runs the command line as arguments of
+# mamba-fsdp, and prints [exit code, output].
 ANSWERS = """
 import json, os, shlex, sys, tempfile, traceback
 from mamba_fsdp.__main__ import main
@@ -48,7 +49,7 @@ MINE = f"{TRAIN} --dataset_path=data/builtin"
 IDS = "--tokenizer=none --pack=none"
 FREE = TRAIN.replace("--vocab_size=320 ", "")
 SHAPE = "--vocab_size=320 --d_model=16 --n_layer=2 --d_state=4 --headdim=8"
-# The model gets the shape of the weights.
+# These arguments contain no sizes of the model, so the model gets the shape of the existing weights.
 RESHAPED = f"{TRAIN.replace(SHAPE, '')} --dataset_path=data/builtin"
 # The settings of runs/demo.
 DEMO = (

@@ -85,7 +85,8 @@ REFUSED = {
 LINES = [f"{verb} {words}".strip() for verb, table in REFUSED.items() for words in table]
 FAST = {"checkpoints runs/demo": 3, "inspect runs/demo": 5, "train --version": 1, "": 15}
 
-# Runs each line of stdin like the command mamba-fsdp, and prints [exit code, output] for it.
+# This program reads a JSON list of command lines from stdin. It runs each of them as arguments of mamba-fsdp, and
+# prints a line with [exit code, output] for each.
 ANSWERS = """
 import contextlib, io, json, shlex, sys
 from mamba_fsdp.__main__ import main

@@ -17,7 +17,7 @@ SOURCES = Path(__file__).parent
 PROJECT = SOURCES.parents[2]
 # The newest tested CUDA build of torch and its headers, for a Python without a CUDA build.
 NEWEST = ("torch==2.11.0", "triton==3.6.0", "nvidia-cuda-runtime==13.0.96")
-# Libraries that torch only calls to compute. Except for cuBLAS and NVRTC, they are not replaced if they are installed.
+# Libraries that torch only calls to compute. An installed library is not replaced, except for cuBLAS and NVRTC.
 LIBRARIES = "cublas|cudnn|cufft|cufile|cupti|curand|cusolver|cusparse|nccl|nvrtc|nvshmem|nvtx"
 # The weak definition of a function of these libraries. A definition in others.c has priority.
 STUB = """__attribute__((weak)) int {name}(void) {{
@@ -30,8 +30,9 @@ COMPILE = ["gcc", "-std=gnu11", "-shared", "-fPIC", "-O1", "-Wall", "-Werror"]
 
 @functools.cache
 def packages():
-    """Returns the folder of packages that contains torch's CUDA build: this Python's, or that of a newer torch, which
-    is installed at the first use. Raises OSError if that fails."""
+    """Returns the folder of packages that contains torch's CUDA build. This is the folder of this Python if its torch
+    has CUDA. Otherwise it is a separate folder, into which the packages NEWEST are installed at the first use. Raises
+    OSError if the installation fails."""
     own = Path(importlib.util.find_spec("torch").origin).parents[1]
     if (own / "torch/lib/libtorch_cuda.so").exists():
         return own
@@ -39,8 +40,9 @@ def packages():
 
 
 def interpreter(folder):
-    """Returns a Python that can import torch's CUDA build: this one, or else one in a new virtual environment in the
-    folder, which can also import the other packages of this one."""
+    """Returns the path of a Python that can import torch's CUDA build. This is the current Python if possible.
+    Otherwise it is the Python of a new virtual environment in the folder, which can also import the other packages of
+    the current one."""
     if str(packages()) in sys.path:
         return sys.executable
     made = folder / "venv"

@@ -18,7 +18,7 @@ class Done(dist._Work):
 
     def __init__(self, result):
         super().__init__()
-        # torch 2.2 does not keep a reference to this object, and would wait forever.
+        # torch 2.2 does not keep a reference to this object. Without this reference, torch would wait forever.
         if is_torch_2_2():
             self.every.append(self)
         self.future = torch.futures.Future(devices=[torch.cuda.current_device()])
@@ -40,7 +40,7 @@ class Exchange(dist._Work):
     def __init__(self, work, tensors, copies):
         super().__init__()
         self.work = work
-        self.tensors = tensors  # the tensors to fill; None if there are none
+        self.tensors = tensors  # the tensors that `wait` fills from `copies`
         self.copies = copies
 
     def wait(self, timeout=None):

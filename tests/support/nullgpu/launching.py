@@ -1,5 +1,6 @@
-"""Launches a kernel on the null device with arguments of many kinds, several times each. The first launch is made by
-Triton, and must have the same kernel and arguments as the later launches, which bypass Triton."""
+"""Launches a kernel on the null device with arguments of many kinds. Each kind is launched several times. The first
+launch is made by Triton. The later launches bypass Triton, and must have the same kernel and arguments as the first
+one."""
 
 from unittest.mock import patch
 

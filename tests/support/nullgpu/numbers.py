@@ -16,7 +16,8 @@ true_documents = Documents.of.__func__
 
 
 def one(tensor):
-    """Replaces item(), int(), float() and bool() by 1, which is a valid length, token, loss and condition."""
+    """Replaces the result of item(), int(), float() and bool() of a tensor by 1, which is a valid length, token, loss
+    and condition."""
     tensor.cpu()  # the host waits, as on a real device
     return torch.ones((), dtype=tensor.dtype).item()
 

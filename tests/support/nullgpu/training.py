@@ -57,7 +57,8 @@ class Watch:
         self.take_step = loop.take_step
 
     def compiled(self, key=None, repr=None, **_):
-        """Records a kernel that is not compiled yet in this process. Triton calls it as a hook."""
+        """Records a kernel that is not compiled yet in this process. Triton calls this method as a hook before it
+        compiles."""
         if not self.is_testing:
             self.untested.add(f"{repr.split('[')[0]} {key}")
         return False
@@ -70,7 +71,8 @@ class Watch:
             self.is_testing = False
 
     def step(self, context, clock, stop, ahead=0):
-        """Runs a step. Only the first step can wait for the device."""
+        """Replaces loop.take_step. In all steps except the first step of a run, torch warns if the host waits for the
+        device."""
         if context.state.step + ahead > 0:
             torch.cuda.set_sync_debug_mode("warn")
         try:
