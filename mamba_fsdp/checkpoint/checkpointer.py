@@ -44,7 +44,7 @@ from mamba_fsdp.storage.retry import delete, retry_io, sync_folder, write_atomic
 from mamba_fsdp.storage.typed_json import FileName, write_object
 from mamba_fsdp.this_process import rank_and_host
 
-ALIGNMENT = 64  # bytes; each tensor in the host buffer begins at a multiple
+ALIGNMENT = 64  # each tensor in the host buffer begins at a multiple of this number of bytes
 
 
 class Phase(enum.Enum):
@@ -61,7 +61,7 @@ class RankFile:
     pieces: bytes  # this rank's piece of each tensor, see `pack_ranges`
     name: FileName
     checksum: FileChecksum
-    error: UserError | None = None  # if the file could not be written; it then has no checksum
+    error: UserError | None = None  # why the file could not be written; `checksum` is then None
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Save:
     step: int
     folder: Path  # its temporary folder, inside the staging folder of the lease
     state: dict[str, Any]  # see Contents.state
-    # {stored name: tensor}; `ranges` is set once all ranks have written.
+    # {stored name: tensor}. The field `ranges` of the tensors is set once all ranks have written their files.
     tensors: dict[str, StoredTensor]
     phase: Phase = Phase.WRITING
     began: float = field(default_factory=time.monotonic)
@@ -238,10 +238,11 @@ class Checkpointer:
         return wait_for_copies
 
     def _allocate_host_memory(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns uninitialized tensors in host memory, one like each of the 1-D `tensors`.
+        """Returns uninitialized tensors in host memory, with the sizes and dtypes of the 1-D `tensors`.
 
-        They are views of one buffer. It is allocated once, because only one save is in progress at a time. On a GPU
-        the buffer is pinned with cudaHostRegister: torch would round the size of pinned memory up to a power of two.
+        They are views of one buffer. The buffer is allocated once, because only one save is in progress at a time. On a
+        GPU the buffer is pinned with cudaHostRegister: torch would round the size of pinned memory up to a power of
+        two.
         """
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
         if not len(self.buffer):  # all saves have the same tensors

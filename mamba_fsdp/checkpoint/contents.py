@@ -73,7 +73,7 @@ class Contents:
     tensors: dict[str, StoredTensor]  # {stored name: tensor}
 
     def check(self) -> None:
-        """Raises ValueError if an index is out of range, or if the pieces of a tensor do not cover it."""
+        """Raises ValueError if a dtype or an index is invalid, or if the pieces of a tensor do not cover it."""
         checked = set()
         for name, tensor in self.tensors.items():
             if tensor.dtype not in DTYPES or tensor.ranges >= len(self.ranges):
@@ -134,7 +134,7 @@ def read_commit(checkpoint: Path) -> Commit:
 def _check_step(checkpoint: Path, name: str, step: int) -> None:
     """Raises BrokenCheckpointError if the folder is named after another step.
 
-    A folder that the user renamed is accepted.
+    A folder whose name contains no step is accepted, because the user can have renamed it.
     """
     if step_of(checkpoint.name) not in (None, step):
         raise BrokenCheckpointError(
@@ -145,7 +145,8 @@ def _check_step(checkpoint: Path, name: str, step: int) -> None:
 def read_contents(checkpoint: Path) -> Contents:
     """Returns the content of a checkpoint's state.json.
 
-    Raises BrokenCheckpointError if it is damaged, and UserError if another version of this program wrote it.
+    Raises BrokenCheckpointError if state.json is damaged. Raises UserError if another version of this program wrote
+    it, or if the checkpoint has been removed.
     """
     path = checkpoint / STATE
     try:

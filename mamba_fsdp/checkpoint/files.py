@@ -31,7 +31,7 @@ WRITE_BLOCK_BYTES = 1 << 24
 READ_BLOCK_BYTES = 1 << 20  # small enough to stay in the processor's cache
 # Flush after this many bytes. While a whole large file is flushed, the watchdog would see no progress.
 FLUSH_BYTES = 1 << 28
-# (name of the tensor, index of the piece's first element in it, the piece as a 1-D tensor on the CPU)
+# (name of the tensor, index of the piece's first element in the flattened tensor, the piece as a 1-D tensor on the CPU)
 NamedPiece = tuple[str, int, torch.Tensor]
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format; a damaged length can be larger
 
@@ -189,8 +189,8 @@ def compute_checksum(path: Path) -> FileChecksum:
 def hash_file(path: Path, end: int, shards: Mapping[str, Shard]) -> FileRead:
     """Reads the first `end` bytes of a file once, computes their checksum, and copies elements into shards.
 
-    shards: {stored name: shard}. In the same pass, the elements that the file has of them are copied into them. The
-    header has not been verified at this point. If it can't be parsed, nothing is copied. The caller must use the copied
+    shards: {stored name: shard}. The elements of the shards that the file contains are copied into them. The header
+    has not been verified at this point. If it can't be parsed, nothing is copied. The caller must use the copied
     elements only if the checksum is correct.
 
     Raises OSError if the file can't be read.

@@ -3,8 +3,8 @@
     step_00001000/
       rank_00000.safetensors ...   the pieces of tensors that each rank wrote (files.py)
       state.json                   the run's progress, and the shape, dtype and pieces (ranges.py) of each tensor
-      COMMIT                       size and checksum of every other file, and of the part of it with the model. It is
-                                   written last: a folder without it is not a checkpoint.
+      COMMIT                       size and checksum of every other file, and of the part of a rank's file that contains
+                                   the model. COMMIT is written last: a folder without it is not a checkpoint.
 
 The tensors of the model are named model/<parameter>, the moments of AdamW optimizer/<parameter>/exp_avg and
 optimizer/<parameter>/exp_avg_sq, and the momentum of Muon optimizer/<parameter>/momentum_buffer. COMMIT and state.json

@@ -134,7 +134,7 @@ def find_newest_checkpoint(
     Verifies COMMIT and state.json. In a run folder, skips damaged checkpoints and reports them. broken: {name: problem}
     of checkpoints that are known to be damaged.
 
-    Raises UserError if there are none, or if all are damaged. It is the user's decision to start from scratch.
+    Raises UserError if there are no checkpoints, or if all are damaged. Only the user can decide to start from scratch.
     """
     checkpoint = _newest_candidate(path, broken)
     try:
@@ -168,7 +168,8 @@ def skip_broken(
 ) -> CheckpointCandidate:
     """Reports `checkpoint` as damaged, and returns the newest other checkpoint of the run folder at `path`.
 
-    Raises UserError if `path` is the checkpoint itself, or if no other is left.
+    A checkpoint that has been removed meanwhile is skipped without a report. Raises UserError if `path` is the checkpoint
+    itself, or if no other checkpoint is left.
     """
     is_gone = not exists(checkpoint)
     if checkpoint == path:

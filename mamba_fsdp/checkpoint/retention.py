@@ -2,7 +2,7 @@
 
 Checkpoints are created and removed in the staging folder of the run's lease (run/lease.py), so that an incomplete
 checkpoint never has a name under which a run would load it. A process that reads a checkpoint while it is being removed
-gets an error with this explanation.
+gets an error which says that the checkpoint was removed.
 """
 
 import shutil
@@ -70,7 +70,7 @@ class Retention:
     def move_into_place(self, staged: Path) -> Path:
         """Moves a new checkpoint from the staging folder to its final path, then removes old checkpoints.
 
-        Returns the final path. Raises LeaseLostError if this process has lost the lease, and OSError.
+        Returns the final path. Raises LeaseLostError if this process has lost the lease, and OSError if the disk fails.
         """
         final = self.folder / staged.name
         if self._must_keep(final):

@@ -19,7 +19,7 @@ class TrainState:
     global_batch: int = 0  # samples of the last step; 0 before the first step
     tokens: int = 0
     first_tokens_per_step: int = 0  # tokens of the run's first step; 0 before it
-    # The number of updates of the optimizer's moments. It includes the run that the moments were loaded from.
+    # The number of updates of the optimizer's moments. It includes the updates in the run that they were loaded from.
     optimizer_steps: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
@@ -41,8 +41,9 @@ class TrainState:
     ) -> None:
         """Counts one step.
 
-        samples, tokens: read in this step. loss: its mean loss. applied: whether the weights were updated. excused: if
-        the step was not applied, whether its samples are not the cause. Such a step does not count as skipped in a row.
+        samples, tokens: the numbers that the step has read. loss: the mean loss of the step. applied: whether the
+        weights were updated. excused: whether the samples are not the cause of a step that was not applied. Such a step
+        does not count in `skipped_in_a_row`.
         """
         self.step += 1
         self.samples += samples
@@ -59,7 +60,8 @@ class TrainState:
                 self.skipped_in_a_row += 1
 
     def take_mean_loss(self) -> float:
-        """Returns the mean loss of the steps applied since the last call, and resets it; NaN if there were none."""
+        """Returns the mean loss of the steps applied since the last call, or NaN if there were none. Then begins a new
+        mean."""
         mean = math.nan
         if self.loss_steps:
             mean = self.loss_sum / self.loss_steps

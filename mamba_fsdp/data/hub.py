@@ -15,7 +15,7 @@ HUB = ("huggingface.co", 443)
 HUB_SECONDS = 5.0  # the time that the Hub has to answer
 
 
-@functools.cache  # prints and tries once
+@functools.cache  # so that it prints and tries only once for each name
 def prepare_hub(name: str) -> None:
     """Prints that the Hub is asked for a name, and makes libraries work without the Hub if it can't be reached.
 
@@ -34,7 +34,7 @@ def prepare_hub(name: str) -> None:
 
 
 def _hub_answers() -> bool:
-    """Returns whether the Hub accepts a connection. Returns True untried if there is a proxy or a mirror."""
+    """Returns whether the Hub accepts a connection. Returns True without trying if there is a proxy or a mirror."""
     if getproxies() or "HF_ENDPOINT" in os.environ:
         return True
     try:

@@ -1,6 +1,7 @@
-"""Reads this rank's micro-batches. Threads read the windows that the sampler chooses ahead of time.
+"""Reads this rank's micro-batches. The sampler chooses the windows, and threads read them ahead of time.
 
-The content of a step depends only on the sampler and the global batch size. Ranks and micro-batches are slices of it."""
+The content of a step depends only on the sampler and the global batch size. It is divided into slices for the ranks and
+their micro-batches."""
 
 import math
 import os
@@ -24,7 +25,7 @@ from mamba_fsdp.run.names import WANTED_NODES_VARIABLE
 from mamba_fsdp.settings.train_config import DataConfig, TrainConfig
 from mamba_fsdp.text import format_count
 
-Sample = tuple[str, int | None]  # (source name, window); None pads a batch
+Sample = tuple[str, int | None]  # (source name, window); a sample with the window None pads a batch
 
 
 class Batch(NamedTuple):
@@ -44,8 +45,8 @@ class Batch(NamedTuple):
     documents: Documents | None = None  # the documents in seq_idx
 
     def total_weight(self) -> float:
-        """Returns the sum of the weights of all labels other than IGNORED_LABEL. The sum of the weighted losses divided by it
-        is the mean loss."""
+        """Returns the sum of the weights of all labels other than IGNORED_LABEL. The sum of the weighted losses divided by
+        this sum is the mean loss."""
         is_counted = self.labels != IGNORED_LABEL
         if self.weights is None:
             return float(is_counted.sum())
@@ -147,7 +148,7 @@ def split_step(settings: TrainConfig, rank: int, ranks: int) -> BatchShape:
     batch_size = training.batch_size
     per_pass = batch_size * ranks
     global_batch = training.global_batch_size or per_pass * training.gradient_accumulation_steps
-    # Some nodes of the job are lost. The remaining nodes share the same global batch.
+    # This variable is set if some nodes of the job are lost. The remaining nodes share the same global batch.
     if WANTED_NODES_VARIABLE in os.environ:
         if not training.global_batch_size:
             nodes = int(
@@ -190,8 +191,8 @@ class Loader(ExitStack):
             self.callback(self.pool.shutdown, cancel_futures=True)
 
     def step(self, step: int) -> list[Batch]:
-        """Returns the micro-batches of a step. Any step can be read, but only consecutive steps are read ahead. Raises
-        UserError, with source and window in the message, if the data can't be read."""
+        """Returns the micro-batches of a step. Any step can be read, but the threads read ahead only the steps that follow
+        it. Raises UserError, with source and window in the message, if the data can't be read."""
         if not self.pool:
             return self._read(step)
         soon = set(range(step, step + self.data.prefetch + 1))
@@ -251,8 +252,9 @@ def evaluation_batches(
     """Yields this rank's batches of the windows from `evaluation_windows`, in the order of the source.
 
     The windows do not depend on the world size, and each token but the first is a label exactly once. All ranks get the same
-    number of full batches, because sharded models need it. Batches are padded with rows in which all labels are
-    IGNORED_LABEL. limit, stride: see evaluation_windows. Raises UserError if the source has fewer than two tokens."""
+    number of full batches, because all ranks of a sharded model take part in each forward pass. Batches are padded with rows
+    in which all labels are IGNORED_LABEL. limit, stride: see evaluation_windows. Raises UserError if the source has fewer
+    than two tokens."""
     if source.token_count < 2:
         raise UserError(
             f"source {name!r} has {format_count(source.token_count, 'token')}, too few to evaluate; give at least 2"

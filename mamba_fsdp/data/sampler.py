@@ -201,8 +201,8 @@ def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def _feistel(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Applies a Feistel network to the two digits of x in base ceil(sqrt(size)). It is a permutation of range(base**2), so
-    that a few results are not below `size`."""
+    """Applies a Feistel network to the two digits of x in base ceil(sqrt(size)). The network is a permutation of
+    range(base**2), and therefore a few results are not below `size`."""
     base = np.ceil(np.sqrt(size)).astype(np.int64)
     left, right = np.divmod(x, base)
     for round_ in range(ROUNDS):
@@ -214,9 +214,9 @@ def _feistel(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
 def _cycle_walk(
     permuted: Callable[..., np.ndarray], x: np.ndarray, size: np.ndarray, key: np.ndarray
 ) -> np.ndarray:
-    """Applies a permutation of range(size) to `x`. It is made from `permuted`, a permutation of a slightly larger range, by
-    cycle walking: results outside range(size) are permuted again until they are inside (Black and Rogaway, Ciphers with
-    Arbitrary Finite Domains, 2002)."""
+    """Applies a permutation of range(size) to `x`. This permutation is made from `permuted`, a permutation of a slightly
+    larger range, by cycle walking: results outside range(size) are permuted again until they are inside (Black and Rogaway,
+    Ciphers with Arbitrary Finite Domains, 2002)."""
     result = np.empty_like(x)
     remaining = np.arange(len(x))
     while remaining.size:

@@ -28,8 +28,11 @@ def training_sources(data: DataConfig) -> tuple[dict[str, Source], dict[str, flo
 
 
 def validation_sources(data: DataConfig) -> dict[str, Source]:
-    """Opens the sources to validate on: the store at validation_path, or with `auto` the validation split next to each
-    training source, under the name of the training source. Returns {name: source}; it is empty for `none`."""
+    """Opens the sources to validate on, and returns {name: source}.
+
+    If validation_path is a path, the result is the store at this path. For `auto`, it consists of the validation splits
+    next to the training sources, each with the name of its training source (or name/split for a second split). For
+    `none`, it is empty. Raises UserError if a source is missing or broken."""
     if data.validation_path == "none":
         return {}
     if data.validation_path != "auto":

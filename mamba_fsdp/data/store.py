@@ -1,6 +1,7 @@
 """Reads and writes token stores. A token store is a tokenized corpus: a folder of flat, memory-mapped files.
 
-    index.json       a description of the store, with a checksum. It is written last; a folder without it is not a store.
+    index.json       a description of the store, with a checksum. This file is written last; a folder without it is not a
+                     store.
     00000.bin        token ids, little endian uint16 or uint32. Each document ends with exactly one eos, unless the store was
                      made with pack=none.
     00000.doc        the start of each document in 00000.bin, counted in tokens, little endian int64
@@ -170,8 +171,8 @@ class TokenStore:
         return Tokens(tokens[offset:end], positions)
 
     def map_file_pair(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Maps the tokens of a file and the starts of its documents into memory. Raises UserError if a file has the wrong
-        size."""
+        """Maps the tokens of a file and the starts of its documents into memory. Raises UserError if a file is missing
+        or has the wrong size."""
         file = self._files[number]
         tokens = _map_file(self.path / f"{file.name}.bin", self.dtype, file.tokens)
         starts = _map_file(self.path / f"{file.name}.doc", np.dtype("<i8"), file.documents)
@@ -190,7 +191,7 @@ def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
                 raise UserError(
                     f"{path}: the file has {size} bytes instead of the {expected} in the index; {remedy}"
                 )
-            # It is converted to a plain array, because indexing of np.memmap takes microseconds longer.
+            # The memmap is converted to a plain array, because indexing of np.memmap takes microseconds longer.
             return np.asarray(np.memmap(file, dtype, "r"))
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror}); {remedy}") from error
@@ -200,7 +201,8 @@ def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
 class StoreWriter:
     """Writes a token store. After `flush`, everything that `state` counts is on the disk, and a new writer can resume from it.
 
-    Raises OSError if writing fails, and UserError for documents with 2**31 tokens or more.
+    Raises OSError if writing fails. Raises UserError for documents with 2**31 tokens or more, and if a file is shorter than
+    `state` records.
     """
 
     path: Path
@@ -360,7 +362,8 @@ def _checksum(index: dict[str, Any]) -> str:
 
 
 def _start_digest(path: Path, size: int = 1 << 63) -> Any:
-    """Returns a SHA-256 object of the first `size` bytes of a file; more data can be added to it. Raises OSError."""
+    """Returns a SHA-256 object of the first `size` bytes of a file; more data can be added to it. Raises OSError if
+    the file can't be read."""
     digest = hashlib.sha256()
     if not size:  # the file need not exist
         return digest

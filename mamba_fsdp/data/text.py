@@ -15,7 +15,8 @@ TOKENS_PER_CHUNK = 1 << 16  # the number of tokens to decode at a time
 def bits_per_byte(loss: float, tokens: int, size: float) -> float | None:
     """Converts a mean loss to bits per byte.
 
-    loss: in nats per token. tokens: the number of tokens. size: the size of their text in bytes. Returns None if it is 0."""
+    loss: in nats per token. tokens: the number of tokens. size: the size of their text in bytes. Returns None if
+    `size` is 0."""
     return loss * tokens / math.log(2) / size if size else None
 
 

@@ -52,8 +52,8 @@ MAKE_IDS = "make token ids with it, and import them: get_dataset.py --text_colum
 
 
 def without_panic(read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Returns read(*arguments, **options). Raises ValueError if the Rust code of the library panics: its own
-    PanicException is not a subclass of Exception."""
+    """Returns read(*arguments, **options). Raises ValueError if the Rust code of the library panics: the
+    library's PanicException is not a subclass of Exception."""
     try:
         return read(*arguments, **options)
     except BaseException as error:
@@ -63,8 +63,8 @@ def without_panic(read: Callable[..., Any], *arguments: Any, **options: Any) -> 
 
 
 def read_backend(path: Path) -> Tokenizer:
-    """Reads a tokenizer.json. Raises UserError if the file begins with a byte order mark, OSError, and any Exception of
-    the library if the file is damaged."""
+    """Reads a tokenizer.json. Raises UserError if the file begins with a byte order mark, OSError if it can't be read, and
+    any exception of the library if it is damaged."""
     content = read_bytes(path)
     if content.startswith(codecs.BOM_UTF8):
         raise UserError(
@@ -101,7 +101,7 @@ class TextTokenizer:
         self.eos_token = eos_token
         self._pretrained = pretrained
         self.prefix: list[int] = []
-        self._is_changed = False  # whether it differs from `pretrained`
+        self._is_changed = False  # whether this tokenizer differs from `pretrained`
         self.eos = backend.token_to_id(eos_token) if eos_token else None
         bos_token = getattr(pretrained, "bos_token", None)
         self.separators = [backend.token_to_id(token) for token in (eos_token, bos_token) if token]
@@ -292,8 +292,8 @@ def check_tokenizer(
     """Raises UserError if `first` and `second` are known to have different tokenizers.
 
     first, second: names for the message, such as paths. identity: the identity of the first tokenizer; "" if it is not known.
-    second_identities: the identities of the second tokenizer. One of them must equal `identity`; they are computed until it
-    is found.
+    second_identities: the identities of the second tokenizer. One of them must equal `identity`; they are computed one
+    after the other until it is found.
     """
     if not identity.startswith(IDENTITY):
         return

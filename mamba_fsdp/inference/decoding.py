@@ -53,10 +53,11 @@ def generate(
 def draw(
     logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
 ) -> Tensor:
-    """Returns one token per row of logits (batch, vocabulary), (batch,) int64.
+    """Returns one token for each row of the logits, as an int64 tensor of shape (batch,).
 
-    At temperature 0, it is the most likely token. Otherwise it is drawn from the most likely tokens that together have
-    the probability top_p (nucleus sampling, Holtzman et al. 2019), but from at most top_k tokens (0: no limit).
+    logits: (batch, vocabulary). At temperature 0, the token is the most likely one. Otherwise it is drawn from the most
+    likely tokens that together have the probability top_p (nucleus sampling, Holtzman et al. 2019), but from at most
+    top_k tokens (0: no limit).
 
     Raises UserError for logits that are not finite.
     """

@@ -66,7 +66,7 @@ class Evaluation:
     perplexity: float  # per token: exp(loss)
     words: int  # number of words in the predicted text, split at white space; 0 without a tokenizer
     word_perplexity: float | None  # exp(sum of the losses in nats / words)
-    bytes: int  # number of bytes in the predicted text
+    bytes: int  # number of bytes in the predicted text; 0 without a tokenizer
     bits_per_byte: float | None
     seconds: float
     window: int  # tokens in a window
@@ -95,7 +95,7 @@ def evaluate(
     """Evaluates a model on a token store, and returns its loss, perplexities and bits per byte.
 
     model: the result of `load`, or a path that `load` accepts. data: the path of the token store. Raises UserError if
-    the model or the store can't be read, or if they have different tokenizers."""
+    the model can't be loaded, and in the cases that `measure` lists."""
     from mamba_fsdp.inference.loading import ensure_loaded
 
     return measure(ensure_loaded(model), data, options, Console(enabled=False))
@@ -107,7 +107,8 @@ def measure(
     """Evaluates a model on a token store, and shows the progress on the console. All ranks must call it; each evaluates
     a part of the windows.
 
-    Raises UserError if the store can't be read, or if the model and the store have different tokenizers.
+    Raises UserError if the store can't be read, if it does not fit the model's tokenizer or vocabulary, or if the
+    stride is longer than a window.
     """
     from mamba_fsdp.data.loader import BatchShape, evaluation_batches, evaluation_windows
     from mamba_fsdp.inference.loading import inference_world

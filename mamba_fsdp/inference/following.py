@@ -34,7 +34,8 @@ def follow(
     name: the name of the file of results. method: describes how checkpoints are evaluated; results of another method
     are ignored. measure: evaluates a checkpoint and returns {metric: value}.
 
-    Raises UserError if another process writes the same file, if the file can't be written, or if `measure` raises it.
+    Raises UserError if another process writes the same file, if the file can't be written, or if `measure` raises
+    UserError for a checkpoint that still exists.
     """
     file = run / EVALUATIONS / f"{name}.jsonl"
     with closing(Lease(file.with_name(f".{file.name}.lease"), file)) as lease:

@@ -43,7 +43,8 @@ def generate(model: "Loaded | str | Path", options: GenerationConfig) -> Iterato
     """Continues the prompt, and yields the text of each token, or "" while a character is incomplete.
 
     model: the result of `load`, or a path that `load` accepts. Raises UserError for a prompt that is not valid Unicode,
-    and for a model without a tokenizer.
+    for a model that can't be loaded or has no tokenizer, and for an empty prompt if the tokenizer has no
+    end-of-document token to begin with.
     """
     import torch
 

@@ -48,9 +48,12 @@ class MambaFSDP(TemplateLM):
     ) -> None:
         """Loads the model. The arguments have the same names as for lm-eval's hf model.
 
-        pretrained, model_name: see `load`. max_length: tokens per window; 0: DEFAULT_LENGTH. tokenizer: the path of the tokenizer, if the model has none. batch_size: the
-        maximum number of texts in a forward pass. device: is only checked; it must name the kind of device that `load`
-        uses. Raises UserError for other arguments, and if the model can't be loaded."""
+        pretrained, model_name: see `load`. max_length: tokens per window; 0: DEFAULT_LENGTH. tokenizer: the path of
+        the tokenizer, if the model has none. batch_size: the maximum number of texts in a forward pass. device: it is
+        only checked, and must name the kind of device that `load` uses.
+
+        Raises UserError for other arguments, if the model or its tokenizer can't be loaded, and if the tokenizer has
+        more tokens than the model."""
         super().__init__()
         here = inference_world().device.type
         if others or not str(batch_size).isdecimal() or not (device or here).startswith(here):
@@ -120,7 +123,7 @@ class MambaFSDP(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
-        """Returns the continuation of each prompt. It ends before the first of its task's stop texts."""
+        """Returns the continuation of each prompt. A continuation ends before the first of its task's stop texts."""
         prompts = [(self.tok_encode(request.args[0]), request.args[1]) for request in requests]
         collator = Collator(prompts, lambda item: -len(item[0]), lambda item: item[1], "gen_kwargs")
         texts = []
@@ -172,8 +175,8 @@ def score_continuation(scores: torch.Tensor, ids: list[int]) -> tuple[float, boo
 
 
 def pad_rows(rows: list, filler: int) -> torch.Tensor:
-    """Returns the rows as one tensor of token ids on the device, (rows, longest row). Shorter rows end in the
-    filler."""
+    """Returns one tensor of token ids on the device, with the shape (number of rows, length of the longest row).
+    Shorter rows end in the filler."""
     tensors = [torch.tensor(row) for row in rows]
     return pad_sequence(tensors, True, filler).to(inference_world().device)
 

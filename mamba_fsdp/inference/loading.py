@@ -20,7 +20,7 @@ from mamba_fsdp.trainer.setup import build_model
 class Loaded(NamedTuple):
     """A model that is ready for inference. network(tokens), with tokens (batch, length) int64, returns the logits
     (batch, length, padded vocabulary). network(tokens, states) returns (logits, states), to read a long sequence in
-    windows: an empty list starts it. MambaLM.forward describes the states."""
+    windows: the states for the first window are an empty list. MambaLM.forward describes the states."""
 
     network: torch.nn.Module  # a MambaLM; it computes in fp32 on a CPU and in bf16 on a GPU
     weights: Weights  # the source of the weights, with the ModelConfig as `config`

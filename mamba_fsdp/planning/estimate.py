@@ -35,11 +35,11 @@ class Estimate:
     recompute: str  # fraction of the blocks that recompute their activations
     global_batch_size: int
     tokens_per_step: int
-    memory: dict[str, int]  # bytes per device, by part; includes the framework
-    bytes: int  # per device
+    memory: dict[str, int]  # {part: bytes per device}, see expected_memory and framework_bytes
+    bytes: int  # the sum of `memory`
     fits: bool
     checkpoint_bytes: int
-    step: dict[str, float]  # seconds by part
+    step: dict[str, float]  # {part: seconds}, see step_seconds
     seconds_per_step: float
     tokens_per_second: float
     share_of_peak: float
@@ -112,7 +112,8 @@ def best_estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estim
     """Tries batch sizes and fractions of recomputing blocks, and returns the best estimate, or None if none fits.
 
     The best estimate is the one with the least memory among all that reach 99 % of the highest speed. If the rates of
-    the devices are unknown, it recomputes the fewest blocks and, of several such estimates, takes the most memory.
+    the devices are unknown, the best estimate is the one that recomputes the fewest blocks and, among several of
+    these, the one that takes the most memory.
     """
     others = _candidates(settings, nodes, machine)
     smallest = next(others, None)
@@ -127,8 +128,8 @@ def best_estimate(settings: TrainConfig, nodes: int, machine: Instance) -> Estim
 
 
 def _candidates(settings: TrainConfig, nodes: int, machine: Instance) -> Iterator[Estimate]:
-    """Yields the estimates of all candidates, the one with the least memory first. They keep a given
-    global_batch_size."""
+    """Yields the estimates of all candidates, the one with the least memory first. If global_batch_size
+    is given, all candidates have this global batch size."""
     samples = settings.training.global_batch_size
     for size in CANDIDATE_BATCH_SIZES:
         if samples % (size * nodes * machine.devices):

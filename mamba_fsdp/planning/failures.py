@@ -45,7 +45,7 @@ def daly_interval(save: float, between: float) -> float:
     """Returns the checkpoint interval that costs least, also if failures are not rare compared with saves.
 
     With x = save / (2 * between), it is sqrt(2 * save * between) * (1 + sqrt(x) / 3 + x / 9) - save, or `between` if x
-    is 1 or more. It approximates the maximum of `goodput`.
+    is 1 or more. This is approximately the interval at which `goodput` is largest.
 
     J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation Computer
     Systems 22 (3), 2006.

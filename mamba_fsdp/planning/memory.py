@@ -163,8 +163,8 @@ def state_memory(work: Workload) -> dict[str, int]:
 
 
 def expected_memory(work: Workload) -> dict[str, int]:
-    """Returns {part: bytes} of all the memory, on the rank where it is largest. It takes seconds, because it measures
-    the passes."""
+    """Returns {part: bytes} of all the memory, on the rank where it is largest. The part `muon` is what
+    Muon's step needs beyond the memory of the passes. The function takes seconds, because it measures the passes."""
     passing = {
         "gathered": gathered_bytes(work),
         "activations": activations_bytes(work),
@@ -189,7 +189,7 @@ def stored_bytes(work: Workload, parameters: list[spec.Parameter]) -> int:
 
 def muon_bytes(work: Workload) -> int:
     """Returns the bytes that Muon's step needs in addition to the gradients that it frees: momenta, send and receive
-    buffers, and steps. No activations exist at that time."""
+    buffers, and updates. No activations exist at that time."""
     gradients = stored_bytes(work, work.muon_parameters)
     local = gradients // FP32
     owned = work.max_rank_cost([parameter.size for parameter in work.muon_parameters])

@@ -14,13 +14,15 @@ from mamba_fsdp.planning.memory import FP32, Workload, matmul_parameters
 from mamba_fsdp.settings.train_config import NEWTON_SCHULZ_ITERATIONS
 
 EFFICIENCY = {"products": 0.65, "attention": 0.45, "memory": 0.8, "links": 0.75, "network": 0.7}
-# Cost of the recurrence, as equivalent bytes per state and token. Mamba-2: fitted to published rates of mamba-ssm.
-# Mamba-1: no published rates; an assumption from Dao and Gu 2024 (arXiv 2405.21060), section 9.3. Gated DeltaNet: an
-# assumption, because it has twice as many products as Mamba-2.
+# Cost of the recurrence, as equivalent bytes per state and token. The cost of Mamba-2 is fitted to published rates of
+# mamba-ssm. There are no published rates of Mamba-1, and its cost is an assumption from Dao and Gu 2024 (arXiv
+# 2405.21060), section 9.3. Gated DeltaNet is assumed to cost twice as much as Mamba-2, because it has twice as many
+# products.
 STATE_BYTES = {"mamba1": 12, "mamba2": 3, "mamba3": 3, "gdn": 6}
 HOP_SECONDS = 5e-6  # latency of each hop of a ring
-# Host time to launch the kernels of a block, forward and backward. Measured by benchmarks/launches.py on a core of an
-# AMD EPYC for Mamba-1 and Mamba-2 without sharding. Other layers and the overhead of sharding have not been measured.
+# Host time to launch the kernels of a block, forward and backward. It was measured by benchmarks/launches.py on a core
+# of an AMD EPYC for Mamba-1 and Mamba-2 without sharding. Other layers and the overhead of sharding have not been
+# measured.
 BLOCK_LAUNCH_SECONDS = 1.1e-3
 FP32_SLOWDOWN = 16  # fp32 products take about 16 times as long as bf16 products on these devices
 ADAMW_BYTES = 40  # bytes moved per weight
@@ -31,7 +33,8 @@ class Traffic:
     """The time that communication between ranks takes in a step."""
 
     overlapping: float = 0.0  # seconds that can overlap with computation
-    exposed: float = 0.0  # seconds that can't: the first all-gather and the last reduction
+    # Seconds that can't overlap: communication for the matrices outside the blocks, context parallelism and Muon.
+    exposed: float = 0.0
 
 
 def step_seconds(work: Workload, machine: Instance, passes: int) -> dict[str, float]:
@@ -194,7 +197,7 @@ def network_traffic(work: Workload, machine: Instance, passes: int) -> Traffic:
 
 def muon_exchange(work: Workload, links: Links) -> float:
     """Returns the seconds of Muon's communication. For each parameter, the ranks of a shard group send their parts of
-    the momentum to the owner, and the owner sends the step to all ranks that store a part of the parameter."""
+    the momentum to the owner, and the owner sends the update to all ranks that store a part of the parameter."""
     if not work.muon_parameters:
         return 0.0
     sizes = [work.width * parameter.size for parameter in work.muon_parameters]

@@ -18,7 +18,8 @@ from mamba_fsdp.text import format_quantity
 
 # The rules of `plan --hours`; docs/planning.md explains them.
 TOKENS_PER_PARAMETER = 20  # compute-optimal: Hoffmann et al. 2022 (arXiv 2203.15556)
-# Up to here, repeated data is nearly as good as new data: Muennighoff et al. 2023 (arXiv 2305.16264).
+# Up to this number of passes, repeated data is nearly as good as new data: Muennighoff et al. 2023 (arXiv
+# 2305.16264).
 MAX_USEFUL_PASSES = 4
 WIDTH_STEP = 64
 WIDTH_PER_LAYER = 32  # examples: 4 layers of width 128, 24 of 768, 48 of 1536
@@ -57,7 +58,7 @@ class Size:
 
     settings: dict[str, str]  # settings of the training run
     command: str
-    tokens: int  # trained in the given time
+    tokens: int  # tokens that the run trains on in the given time
     passes: float  # epochs over the data
     tokens_per_parameter: float
     expected: Estimate

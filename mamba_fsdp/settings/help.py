@@ -71,7 +71,8 @@ class Page:
     """The help page of a command."""
 
     opening: str  # describes the command and its usage, in lines shorter than 80 columns
-    sections: dict[str, type]  # {name: a dataclass of options}; the name is "" if there is only one
+    # {name: a dataclass of options}; the name is "" if there is only one section
+    sections: dict[str, type]
     usual: Collection[str] = ()  # the options that --help shows, in brief; empty: all of them
     # A function that returns {a setting of another program: its Entry}.
     load_entries: Callable[[], Mapping[str, Any]] = dict
@@ -101,8 +102,9 @@ class Page:
         return "\n".join(lines)
 
     def search(self, asked: str) -> list[str]:
-        """Returns the lines about all options that match every search term in `asked`. The options with the most matches in
-        their names come first."""
+        """Returns the lines about all options that match every search term in `asked`. The options with the most
+        matches in their names come first. If no option matches, searches the settings of other programs. Raises
+        UserError if nothing is found."""
         terms = [f" {word.removesuffix('s')}" for word in normalize(asked).split()]
         entries = self.load_entries()
         entry = entries.get("_".join(asked.split()))

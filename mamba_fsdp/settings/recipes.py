@@ -52,7 +52,8 @@ def recipe(model_name: str, from_weights: bool = False) -> dict[str, Any]:
 
 
 def default_recipe(model_name: str, from_weights: bool) -> str:
-    """Returns the default of the setting `recipe`: TUNED for the demo and for models of the user's own."""
+    """Returns the default of the setting `recipe`: TUNED for training the demo or a model of the user's own from
+    random weights, PUBLISHED otherwise."""
     is_own = normalize_name(model_name) == DEMO
     return TUNED if is_own and not from_weights else PUBLISHED
 

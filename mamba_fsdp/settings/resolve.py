@@ -360,7 +360,7 @@ def _defaults_for(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recipe_of_run(chosen: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the recipe of the run that these settings resume, as a setting; nothing if they start a new run.
+    """Returns the recipe of the run that these settings resume, as a setting; an empty dict if they start a new run.
 
     A run keeps its recipe, even if this version of the program would choose another one for it."""
     folder = chosen.get("save_ckpt_path", default("save_ckpt_path"))
@@ -495,7 +495,8 @@ def as_json_object(settings: TrainConfig) -> dict[str, Any]:
 
 def read_resolved(path: Path) -> TrainConfig:
     """Reads the settings that the launcher resolved for this start and wrote to the file `path` with `as_json_object`."""
-    content = json.loads(retry_io(path.read_text, path))  # read once: it is a pipe in a dry run
+    # Read the file only once, because it is a pipe in a dry run.
+    content = json.loads(retry_io(path.read_text, path))
     values = {}
     for section in content["settings"].values():
         for name, value in section.items():

@@ -66,7 +66,8 @@ with_final_decay = requires_value("schedule", "wsd", "wsd_cosine", "wsd_sqrt")
 with_recomputing = requires_value("fsdp_activation_checkpointing", True)
 with_sharding = requires_value("sharding_strategy", "fsdp", "hsdp", "auto")
 with_muon = requires_value("optimizer", "muon")
-NEWTON_SCHULZ_ITERATIONS = {"jordan": 5, "minimax": 3}  # with the coefficients in trainer/muon.py
+# {muon_coefficients: number of iterations}, as in trainer/muon.py
+NEWTON_SCHULZ_ITERATIONS = {"jordan": 5, "minimax": 3}
 ENDING_SCHEDULES = [name for name in SCHEDULES if name not in ("constant", "inverse_sqrt")]
 with_schedule_end = requires_value("schedule", *ENDING_SCHEDULES)
 
@@ -450,7 +451,7 @@ class TrainConfig:
     # without effect.
     notes: tuple[str, ...] = field(default=(), compare=False)
     # Whether the user chose the run folder for this run. If not, the folder can contain a run with another model or other data,
-    # so that the start checks this.
+    # and therefore the start checks this.
     has_own_folder: bool = field(default=False, compare=False)
     # The time when the user's command was started, in seconds since the epoch.
     began: float = field(default_factory=command_start_time, compare=False)

@@ -59,7 +59,7 @@ class Clock:
     def seconds_per_step(self, step: int) -> tuple[float, list[float]]:
         """Returns (seconds per step, own seconds per step of each rank), both as means since the last report.
 
-        There must have been at least one step since.
+        At least one step must have ended since the last report.
         """
         steps = step - self.interval_step
         total = time.perf_counter() - self.interval_began
@@ -73,7 +73,8 @@ class Clock:
         self.data_wait = 0.0
 
     def mean_seconds(self, step: int) -> float:
-        """Returns the mean seconds per step since the clock started. Until the first step has ended, these are all seconds."""
+        """Returns the mean seconds per step since the clock started. Before the first step has ended, returns all
+        seconds."""
         return self.seconds() / max(1, step - self.first_step)
 
 

@@ -180,7 +180,7 @@ class KernelSelector:
     def attempt(self, candidate: Candidate) -> Iterator[None]:
         """Records in kernels.json that the candidate is being tested during the block.
 
-        If the process ends in the block, the next start counts it in `ended_starts`.
+        If the process ends in the block, or if the GPU is lost, `ended_starts` of the candidate counts this start.
         """
         before = candidate.ended_starts
 
@@ -345,8 +345,9 @@ def test_node_kernels(settings: TrainConfig, folder: Path) -> str:
 def run_on_all_nodes(world: World, work: Callable[..., T], *inputs: Any) -> T:
     """Runs `work(*inputs)` on all ranks, and returns its result on this rank.
 
-    If it raises UserError on some of the nodes, raises NodeFault on the ranks that failed and TransientError on all
-    others, so that the job continues without these nodes. If it fails on all nodes, raises UserError on all ranks.
+    If `work` raises UserError on some of the nodes, raises NodeFault on the ranks that failed and TransientError on all
+    others, so that the job continues without the nodes that failed. If `work` fails on all nodes, raises UserError on all
+    ranks.
     """
     failures: list[UserError] = []
 

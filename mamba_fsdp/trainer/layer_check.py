@@ -3,7 +3,7 @@
 For each kind of layer, a model with one such layer between an embedding and a loss runs forward and backward in the
 precision of the run. The shapes of the inputs are chosen so that Triton compiles the same code as for the run. One
 input has the length of the run's sequences, if it fits the memory. More inputs run forward without gradients, as in
-validation. If ranks share sequences, the layers compute as the second of two ranks.
+validation. If ranks share sequences, the layers compute what the second of two ranks would compute.
 """
 
 import contextlib
@@ -25,20 +25,21 @@ from mamba_fsdp.settings.train_config import TrainConfig
 from mamba_fsdp.this_process import progress, rank_and_host
 
 # The length of a test input. The length of the run's sequences modulo 16 is added to it, because Triton compiles different
-# code for each remainder. SSD can divide this length in two, and it is not a multiple of any kernel's chunk.
+# code for each remainder. SSD can divide this length in two. No kernel's chunk divides this length.
 POSITIONS = 592
-# A prime, so that each position of a row has a different token and therefore its own gradient, and all rows differ.
+# The number of different made-up tokens. It is a prime, so that each position of a row has a different token and therefore
+# its own gradient, and all rows differ.
 TOKENS = 1009
 VOCABULARY = 1024
-# Rows times channels that occupy a whole GPU. If there are fewer, kernels split the rows.
+# If rows times channels are at least this number, they occupy a whole GPU. If they are fewer, kernels split the rows.
 GPU_FILLING_SIZE = 32768
 # The largest error allowed for a result tensor, relative to the tensor's largest value. If MARGIN times the error of plain
-# PyTorch in the precision of the run is larger, as in layers with few channels, that is allowed instead. In layers of
+# PyTorch in the precision of the run is larger, as in layers with few channels, the larger error is allowed. In layers of
 # usual sizes, the error of plain PyTorch is half of these tolerances, and a wrong sign exceeds them by a factor of seven
 # or more. In fp32, matrix products in TF32 exceed the tolerance.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 MARGIN = 4
-# The upper limit of MARGIN times the error: on a faulty GPU, plain PyTorch is wrong too.
+# The upper limit of MARGIN times the error of plain PyTorch: on a faulty GPU, plain PyTorch is wrong too.
 MAX_TOLERANCE = 0.5
 TIMED_ROUNDS = 7
 
@@ -46,7 +47,7 @@ Results = dict[str, torch.Tensor]
 
 
 class GpuLostError(TransientError):
-    """The error of a GPU that this process can't use any more. A new process can."""
+    """The error of a GPU that this process can't use any more. A new process can use it."""
 
 
 class Rows(NamedTuple):
@@ -136,7 +137,8 @@ class LayerCheck:
             self.model,
             layers=",".join(kinds),
             n_layer=len(kinds),
-            vocab_size=VOCABULARY + self.model.padded_vocab_size % 8,  # the kernel depends on it
+            # The remainder is kept, because the selected kernels depend on it.
+            vocab_size=VOCABULARY + self.model.padded_vocab_size % 8,
             pad_vocab_size_multiple=1,
             tie_embeddings=False,
         )

@@ -1,5 +1,5 @@
-"""Runs the training loop: load a batch, accumulate gradients, run one small collective, clip, and update the weights;
-once in a while report, validate and save.
+"""Runs the training loop. A step loads a batch, accumulates gradients, runs one small collective, clips the gradients
+and updates the weights. Between some steps, the loop reports, validates and saves.
 
 On a GPU, the host runs ahead of the device. It reads the statistics of a step, such as the loss, after it has launched
 the next step, so that it never waits for the device during a step. Clipping, skipping a step and the loss scale of fp16
@@ -73,7 +73,8 @@ class PendingStep:
     batches: list[Batch]
     learning_rate: float
     save_phase: tuple[int, Phase] | None  # Checkpointer.save_phase when the step began
-    read_numbers: Callable[[], list[float]]  # waits for the device
+    # A function that waits for the device and returns the numbers that StepStats.pack has combined.
+    read_numbers: Callable[[], list[float]]
 
 
 class StepQueue:
@@ -136,7 +137,7 @@ def take_step(
     began = time.perf_counter()
     batches = context.loader.step(context.state.step + ahead)
     clock.data_wait += time.perf_counter() - began
-    # Summed on the CPU, before the batches are moved to the device.
+    # The weights are summed on the CPU, before the batches are moved to the device.
     label_weight = sum(batch.total_weight() for batch in batches)
     batches = [batch.to(world.device) for batch in batches]
     save_phase = context.checkpointer.save_phase()
@@ -270,8 +271,8 @@ def update_weights(
 ) -> torch.Tensor:
     """Clips the gradients and takes the optimizer's step, unless the loss or the gradient is not finite.
 
-    All tensors are 0-dim, in fp64, on the device. factor: the gradients are multiplied by it. gradient_norm: their norm
-    after this. clip: the maximum norm; 0 disables clipping. lr: the learning rate.
+    All tensors are 0-dim, in fp64, on the device. factor: the gradients are multiplied by it. gradient_norm: the norm
+    of the gradients after this multiplication. clip: the maximum norm; 0 disables clipping. lr: the learning rate.
 
     Returns 1 if the step was applied, and 0 if it was not.
     """

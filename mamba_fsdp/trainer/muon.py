@@ -24,8 +24,9 @@ from mamba_fsdp.parallel.model import ParameterSlot
 from mamba_fsdp.parallel.world import World
 
 Coefficients = Sequence[tuple[float, float, float]]
-# Each Newton-Schulz iteration replaces a singular value s by a s + b s^3 + c s^5. These are its (a, b, c). Before the first
-# iteration the matrix is scaled to a Frobenius norm of 1. Its singular values are then at most 1.
+# Each Newton-Schulz iteration replaces a singular value s by a s + b s^3 + c s^5. Each list contains the (a, b, c)
+# of the iterations. Before the first iteration the matrix is scaled to a Frobenius norm of 1, so its singular values are at
+# most 1.
 COEFFICIENTS: dict[str, Coefficients] = {
     # Jordan et al. Singular values above 0.0015 become values between 0.68 and 1.21.
     "jordan": 5 * [(3.4445, -4.7750, 2.0315)],
@@ -38,7 +39,7 @@ COEFFICIENTS: dict[str, Coefficients] = {
     ],
 }
 MIN_NORM = 1e-7
-MAX_BATCH = 1 << 26  # elements of the matrices that are orthogonalized together
+MAX_BATCH = 1 << 26  # maximum number of elements in the matrices that are orthogonalized together
 # Root mean square of the elements of AdamW's update at a learning rate of 1 (Liu et al.).
 ADAMW_RMS = 0.2
 
@@ -148,7 +149,7 @@ class Muon(torch.optim.AdamW):
         mean = self.state[slot.local]["momentum_buffer"]
         gradient = slot.local.grad
         slot.local.grad = None
-        if gradient is None:  # a rank can have no part of a parameter with FSDP1
+        if gradient is None:  # with FSDP1, a rank can have no part of a parameter
             return self.empty
         gradient = torch.where(refused > 0, mean, gradient)
         mean.lerp_(gradient, 1 - self.momentum)
@@ -208,8 +209,8 @@ class Muon(torch.optim.AdamW):
 def _elements_to_send(slot: ParameterSlot, rank: int, owner: int) -> int:
     """Returns how many elements of a parameter a rank sends to the owner.
 
-    A rank of the owner's shard group sends all its elements. Other ranks send none, because this group has the whole
-    parameter.
+    A rank of the owner's shard group sends all its elements. Other ranks send none, because the owner's group has
+    all parts of the parameter.
     """
     group = slot.layout.ranks
     if rank // group != owner // group:

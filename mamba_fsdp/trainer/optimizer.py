@@ -56,10 +56,11 @@ def make_optimizer(
 class LossScale:
     """The dynamic loss scale of fp16.
 
-    It is halved if a gradient overflows, and doubled after 2000 steps without overflow.
+    It is halved if a gradient overflows, but not below 1, and doubled after 2000 steps without overflow.
 
-    See Micikevicius et al. 2018, Mixed Precision Training, section 3.2. `value` and `good_steps` are 0-dim fp64 tensors
-    on the device, so that the next step does not wait for the host. The train state stores both.
+    See Micikevicius et al. 2018, Mixed Precision Training, section 3.2. `value` is the scale, and `good_steps` counts
+    the steps since the last overflow or doubling. Both are 0-dim fp64 tensors on the device, so that the next step does
+    not wait for the host. The train state stores both.
 
     dynamic: whether to adapt the scale. In other precisions than fp16 it is fixed at 1.
     """
@@ -93,7 +94,7 @@ class LossScale:
     def record(self, state: TrainState, stats: StepStats) -> bool:
         """Stores the scale in the train state. Returns whether an overflow in this step can be caused by the scale.
 
-        If not, it was caused by the samples.
+        Otherwise the samples caused the overflow.
         """
         if not self.dynamic:
             return False

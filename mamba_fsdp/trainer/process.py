@@ -14,9 +14,10 @@ from mamba_fsdp.parallel.compat import deterministic_algorithms
 def training_process(deterministic: bool) -> Iterator[None]:
     """Lets the block train in this process, and restores the state of the process at its end.
 
-    It restores torch's modes, the treatment of denormal numbers (changed by cpp.tune_process), the limit of open files
-    (start_world), and the environment variables, because libraries change them too. StopRequest restores the signal
-    handlers. The settings of glibc's allocator are not restored, because glibc can't be asked for their former values.
+    At the end, this function restores torch's modes, the treatment of denormal numbers (changed by cpp.tune_process),
+    the limit of open files (start_world), and the environment variables, because libraries change them too.
+    StopRequest restores the signal handlers. The settings of glibc's allocator are not restored, because glibc can't
+    be asked for their former values.
 
     deterministic: whether to use deterministic operations. Enter the block before the first operation of torch.
     """

@@ -34,7 +34,7 @@ from mamba_fsdp.trainer.setup import RunSetup, TrainContext
 from mamba_fsdp.trainer.starting_point import StartingPoint, find_starting_point
 from mamba_fsdp.trainer.step_stats import StepStats
 
-MAX_REPLAYED = 200  # steps, if the user does not give a number
+MAX_REPLAYED = 200  # the largest number of steps to repeat, if the user does not give a number
 COMPARED_METRICS = {"loss", "grad_norm"}
 # Relative difference allowed for losses and gradient norms if their bits can differ.
 TOLERANCE = 0.02
@@ -65,24 +65,25 @@ class StepRange(NamedTuple):
     """A range of steps that one start of a run made."""
 
     run: Path
-    first: int  # the step of the checkpoint before them
+    first: int  # the step of the checkpoint that the range starts from
     kept: dict[int, Path]  # {step: checkpoint}
     last: int  # the last step
-    recorded: dict[int, dict[str, Any]]  # {step: its recorded numbers}
+    recorded: dict[int, dict[str, Any]]  # {step: {metric: recorded value}}
     start: StartEvent
 
 
 def replay(run: Path, first: int, count: int) -> None:
-    """Repeats steps of a run, compares them with its records, and prints a line if they agree. All ranks call it.
+    """Repeats steps of a run, and compares the results with the records of the run. All ranks call it.
 
-    The run folder is not changed, and its lease is not needed. first, count: see find_step_range.
+    Prints a line if they agree. The run folder is not changed, and its lease is not needed. first, count: see
+    find_step_range.
 
     Raises DifferenceError with the first step or tensor that differs. Raises UserError if no steps can be repeated, if
     the data has changed, or if the checkpoint is damaged.
     """
     with tempfile.TemporaryDirectory() as place, contextlib.closing(start_world()) as world:
         cpp.tune_process(world.device.type)
-        # A temporary folder, so that the run's own is not changed.
+        # Use a temporary run folder, so that the folder of the repeated run is not changed.
         folder = RunFolder(Path(place, "run"))
         span = world.on_rank0(find_step_range, run, first, count)
         start = world.on_rank0(prepare_replay, span, world, folder)
@@ -96,11 +97,12 @@ def replay(run: Path, first: int, count: int) -> None:
 def find_step_range(run: Path, first: int, count: int) -> StepRange:
     """Finds the steps to repeat: `count` steps after the checkpoint of step `first`, or fewer.
 
-    There are fewer if less is recorded, or if the run was restarted in between. first: -1 means the second newest
-    checkpoint. count: 0 means up to the next checkpoint, and at most MAX_REPLAYED steps.
+    The range is shorter if the run recorded fewer steps, or if the run was restarted within it: it then ends at the
+    step of the restart. first: -1 means the second newest checkpoint. count: 0 means up to the next checkpoint, and at
+    most MAX_REPLAYED steps.
 
-    Raises UserError if the run has no checkpoint, if nothing is recorded after step `first`, or if the event of the start
-    that took these steps is missing or damaged.
+    Raises UserError if the run has no checkpoint, if no step after `first` is recorded, or if the event of the start that
+    took these steps is missing or damaged. `prepare_replay` raises UserError if there is no checkpoint of step `first`.
     """
     kept = checkpoints_by_step(run)
     if not kept:
@@ -142,8 +144,8 @@ def read_recorded_steps(run: Path, first: int, last: int) -> dict[int, dict[str,
 def prepare_replay(span: StepRange, world: World, scratch: RunFolder) -> StartingPoint:
     """Prepares the temporary run folder, and returns the starting point of the replay. Only rank 0 calls it.
 
-    scratch: the path of the temporary run folder, to be created. Raises UserError if settings, data and checkpoint do
-    not fit together.
+    scratch: the temporary run folder; its path must not exist yet. Raises UserError if settings, data and checkpoint
+    do not fit together.
     """
     scratch.path.mkdir()
     scratch.lease.acquire(discard_line, "")
@@ -166,7 +168,11 @@ def prepare_replay(span: StepRange, world: World, scratch: RunFolder) -> Startin
 
 
 def compare(span: StepRange, context: TrainContext) -> None:
-    """Repeats the steps, and prints a line if they agree. Raises DifferenceError at the first difference."""
+    """Repeats the steps, and compares the results with the records. Prints a line if they agree. All ranks call it.
+
+    Raises DifferenceError at the first difference. Raises UserError if the data has changed, or if a checkpoint to
+    compare with is damaged.
+    """
     console = Console(enabled=context.world.rank == 0)
     changes = list_changes(span.start, context)
     tolerance = TOLERANCE if changes else 0
@@ -174,7 +180,7 @@ def compare(span: StepRange, context: TrainContext) -> None:
     if changes:
         since = f"; not compared bit for bit, since it ran with {', '.join(changes)}"
     if span.start.code != context.environment_fingerprint()["code"]:
-        since += "; the code has changed since then"  # this often does not change the bits
+        since += "; the code has changed since then"  # changed code often gives the same bits
     checkpoints = 0
     last = span.last
     for step, stats in zip(range(span.first + 1, last + 1), loop.iterate_steps(context)):
@@ -204,7 +210,7 @@ def compare(span: StepRange, context: TrainContext) -> None:
 def check_data(context: TrainContext) -> None:
     """Raises UserError if the data files have changed since they were written.
 
-    Then a difference is not caused by the hardware.
+    In this case, the hardware is not to blame for a difference.
     """
     for source in context.data.sources.values():
         if isinstance(source, TokenStore):
@@ -228,7 +234,7 @@ def list_changes(start: StartEvent, context: TrainContext) -> list[str]:
 
 
 def compare_numbers(recorded: dict[str, Any], stats: StepStats, tolerance: float) -> str:
-    """Compares loss and gradient norm of a step with the recorded numbers. Describes a difference; "" if they agree.
+    """Returns how loss or gradient norm of a step differ from the recorded values, or "" if they agree.
 
     tolerance: the relative difference that is allowed.
     """
@@ -244,7 +250,7 @@ def compare_numbers(recorded: dict[str, Any], stats: StepStats, tolerance: float
 
 
 def compare_tensors(context: TrainContext, checkpoint: Path) -> str:
-    """Compares the tensors of model and optimizer with a checkpoint. Describes a difference; "" if they agree.
+    """Returns how the tensors of model and optimizer differ from a checkpoint, or "" if they agree.
 
     All ranks call it. Raises UserError if the checkpoint is damaged.
     """

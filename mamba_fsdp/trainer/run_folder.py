@@ -35,7 +35,7 @@ from mamba_fsdp.storage.retry import (
     storage_error,
 )
 
-MAX_NODE_LOSSES = 100  # a start reports at most this many
+MAX_NODE_LOSSES = 100  # a start reports at most this many lost or sick nodes
 
 
 class RunFolder:
@@ -56,7 +56,8 @@ class RunFolder:
     def acquire(self) -> None:
         """Creates the folder, acquires its lease, and removes unfinished files of killed runs.
 
-        Raises UserError if the folder can't be written, contains something else, or is in use by another process.
+        Raises UserError if the folder can't be written, contains something other than a run, or is in use by
+        another process.
         """
         check_is_run_folder(self.path)
         checkpoints = self.path / CHECKPOINTS

@@ -54,6 +54,8 @@ class Saver:
     def save(self, final: bool) -> None:
         """Starts to save a checkpoint of the current step, after the save in progress is committed.
 
+        If the save in progress fails, the new save is postponed, unless it is the final one.
+
         final: whether to wait until the new checkpoint is committed, and to raise UserError if this save fails.
         Otherwise UserError is raised only after max_failed_saves failures in a row.
         """
@@ -95,8 +97,8 @@ class Saver:
     def _attempt(self, limit: float) -> Iterator[None]:
         """Reports a save that fails in the block, and schedules the next attempt.
 
-        Raises UserError after `limit` failures in a row, and LeaseLostError. The time in the block does not count as
-        training time.
+        Raises UserError after `limit` failures in a row; 0 raises the first one. LeaseLostError is always raised.
+        The time in the block does not count as training time.
         """
         committed_before = self.context.checkpointer.last
         try:

@@ -19,7 +19,8 @@ from mamba_fsdp.text import format_count, format_quantity
 MAX_PASSES = 100  # a run that reads its data more often gets a warning
 # The time of a step divided by the time of its forward pass. A backward pass takes twice as long as a forward pass.
 STEP_TO_FORWARD_RATIO = 3
-# The lengths that mean "automatic" are AUTOMATIC or less: a conversion to tokens multiplies -1 by the tokens per step.
+# Every length of AUTOMATIC or less means "automatic", because a conversion to tokens multiplies -1 by the tokens per
+# step.
 AUTOMATIC = -1
 
 
@@ -134,7 +135,7 @@ def make_schedule(
 
     The train state stores the length over which the schedule extends. If a run resumes with a larger num_steps, it
     keeps its former schedule, and afterwards the learning rate at the end of this schedule. It gets a new schedule only
-    if the learning rate at the current step is the same in both. If the two differ, a line about it is printed.
+    if the learning rate at the current step is the same in both schedules. If it differs, a line about it is printed.
 
     Raises UserError if the learning rate would stay at 0 after the end of the former schedule.
     """

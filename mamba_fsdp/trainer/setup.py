@@ -64,7 +64,8 @@ class TrainContext:
     def environment_fingerprint(self) -> dict[str, Any]:
         """Returns facts about the ranks, the device and the software. The event of a start records them.
 
-        Together with the settings, the data and the position in it, they determine the results of a step bitwise.
+        Together with the settings, the data and the position in the data, these facts determine the results of a step
+        bitwise.
         """
         device = local_machine().device
         if device == "cpu":
@@ -222,9 +223,10 @@ class RunSetup:
         parallel.set_optimizer_steps(optimizer, self.start.state.optimizer_steps)
 
     def use_checkpoint(self, path: Path, shape: World) -> None:
-        """Starts from the checkpoint at `path`. If it is not the one of the starting point, finds a new starting point.
+        """Finds a new starting point for the checkpoint at `path`, if the present starting point has another
+        checkpoint.
 
-        This happens if the checkpoint of the starting point turned out to be damaged, and an older one is used instead.
+        That other checkpoint turned out to be damaged, and the older one at `path` is used instead.
         """
         if self.start.checkpoint and self.start.checkpoint.path != path:
             self.start = self.world.on_rank0(

@@ -57,7 +57,7 @@ class RunData:
     def validation_identities(self) -> dict[str, str]:
         """Returns {name: identity} of the validation data.
 
-        If it is equal in two starts, their losses are comparable.
+        If two starts have equal identities, their validation losses are comparable.
         """
         return {name: source.identity for name, source in self.validation.items()}
 
@@ -85,8 +85,8 @@ class StartingPoint:
 
     settings: TrainConfig  # the settings, completed with the model of the weights and the precision of the device
     origin: Origin
-    checkpoint: CheckpointCandidate | None  # initializes model and optimizer
-    # Initializes the model. Without a checkpoint and weights, it is initialized at random.
+    checkpoint: CheckpointCandidate | None  # the checkpoint that initializes model and optimizer
+    # The weights that initialize the model. Without a checkpoint and weights, the model is initialized at random.
     weights: Weights | None
     origin_description: str  # description of the checkpoint or the weights, for the log
     data: RunData
@@ -277,7 +277,10 @@ def print_origin(
     origin_description: str,
     print_line: PrintLine,
 ) -> None:
-    """Prints the checkpoint or the weights that the run starts from. Prints nothing if they are random."""
+    """Prints the checkpoint or the weights that the run starts from.
+
+    If the model is initialized at random, prints a line only if the settings name the run folder as the checkpoint.
+    """
     config = settings.checkpoint
     first = config.init_from or config.load_ckpt_path
     if origin.is_own and checkpoint:
@@ -296,7 +299,10 @@ def print_origin(
 def plan_steps(
     settings: TrainConfig, data: RunData, state: TrainState, ranks: int, print_line: PrintLine
 ) -> RunSchedule:
-    """Returns the schedule of the run from `state` on, and prints the number of steps."""
+    """Returns the schedule of the run from `state` on, and prints its steps and the expected time.
+
+    Raises UserError if the settings do not fit the data, for example eval_prompts without validation data.
+    """
     sampler = data.sampler(settings, state)
     length = run_length(settings, sampler)
     global_batch = split_step(settings, 0, ranks).global_batch
@@ -327,7 +333,10 @@ def print_passes(
 
 
 def open_data(settings: TrainConfig) -> RunData:
-    """Opens the data that the settings name. Raises UserError if it is missing, or if the tokenizers differ."""
+    """Opens the data that the settings name. If a dry run finds no data/builtin, the result is empty.
+
+    Raises UserError if other data is missing, or if the tokenizers differ.
+    """
     if settings.data.use_dummy_dataset:
         dummy = DummySource(settings.model.vocab_size)
         name = dummy.path.name
@@ -348,7 +357,7 @@ def open_data(settings: TrainConfig) -> RunData:
 def encode_prompts(text: str, tokenizer: TextTokenizer) -> list[list[int]]:
     """Returns the token ids of each non-empty line of eval_prompts.
 
-    Raises UserError for more than MAX_SAMPLED_TOKENS.
+    Raises UserError if the prompts and their continuations take more than MAX_SAMPLED_TOKENS tokens.
     """
     prompts = [*filter(None, map(tokenizer.encode, text.splitlines()))]
     longest = max(map(len, prompts), default=0)

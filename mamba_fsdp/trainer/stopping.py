@@ -80,7 +80,7 @@ class StopRequest:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
-        # The file is kept after a failure, so that the launcher does not restart the run.
+        # The STOP file is kept after a failure, so that the launcher does not restart the run.
         if kind is None:
             self._remove_user_stop_file()
 
@@ -98,7 +98,7 @@ class StopRequest:
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT:
             if self.interrupted or not self.has_stepped:
-                raise KeyboardInterrupt  # a second Ctrl-C, or the first one with nothing to save
+                raise KeyboardInterrupt  # a second Ctrl-C, or one before the first step has ended
             self.interrupted = True
         if not self.reason:
             self.reason = signal.Signals(number).name
@@ -127,11 +127,11 @@ class StopRequest:
 
 
 def _read_reason(file: Path) -> str:
-    """Returns the first 80 characters of a STOP file, or "" if there is none."""
+    """Returns the first 80 characters of a STOP file, "STOP file" if it is empty, or "" if it does not exist."""
     try:
         content, _ = read_once(file)
     except OSError as error:
-        # A missing file and a transient error of the storage are not requests. Anything else of this name is one, for
-        # example a folder.
+        # A missing file and a transient error of the storage are not requests to stop. Anything else with this
+        # name is a request, for example a folder.
         return "" if error.errno in (*MISSING_ERRNOS, *TRANSIENT_ERRNOS) else "STOP file"
     return " ".join(content.decode(errors="replace").split())[:80] or "STOP file"

@@ -33,7 +33,7 @@ class LossSums(NamedTuple):
     tokens: float  # number of tokens
 
     def measure(self, size: float) -> LossMeasure:
-        """Returns the weighted mean.
+        """Returns the weighted mean loss as a LossMeasure.
 
         size: the bytes of the text, 0 if unknown. Raises UserError if the sum of weights is 0.
         """
@@ -51,7 +51,8 @@ def validate(context: TrainContext, logger: MetricsLogger, saver: Saver, stop: S
     """Validates the model after the current step, and reports the losses of all data and of each source.
 
     All ranks call it. Returns False if a request to stop ended the validation early, otherwise True. If the loss is not
-    finite, waits for the save in progress, because it is of an earlier step, and raises UserError on all ranks.
+    finite, waits until the save in progress is complete, because its weights are of an earlier step, and then raises
+    UserError on all ranks.
     """
     world = context.world
     step = context.state.step
@@ -108,7 +109,7 @@ def measure_sources(
 ) -> tuple[LossMeasure, dict[str, LossMeasure]]:
     """Returns (result for all data, {source: result}). Sources without any weight are left out.
 
-    sizes: {source: bytes of its text}, 0 if unknown. If one of them is unknown, so is the total. Raises UserError if
+    sizes: {source: bytes of its text}, 0 if unknown. If one size is unknown, so is the total size. Raises UserError if
     the sum of all weights is 0.
     """
     total = LossSums(*(sum(column) for column in zip(*sums.values())))
@@ -193,8 +194,8 @@ def sum_losses(
     """Evaluates a model. Returns the sums over the batches of all ranks; None if the evaluation was stopped.
 
     module: returns the weighted sum of the token losses of a batch. batches: all ranks must have the same number of
-    them, because all take part in each forward pass. is_stopped: a function that gets the number of tokens that this
-    rank has read so far; if it returns True, the evaluation stops.
+    them, because all ranks take part in each forward pass. is_stopped: a function that gets the number of tokens that
+    this rank has read so far; if it returns True, the evaluation stops.
 
     The module is not switched to evaluation mode, because no layer behaves differently in training.
     """

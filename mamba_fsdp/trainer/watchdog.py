@@ -16,7 +16,8 @@ from mamba_fsdp.this_process import progress, write_torchrun_error
 def watchdog(minutes: float, rank: int) -> Iterator[None]:
     """Ends the process with exit code 1 if it makes no progress for `minutes` inside the block.
 
-    It first prints the stacks of all threads to stderr. `Progress.touch` reports progress.
+    Before this, the stacks of all threads are printed to stderr. The work reports its progress with
+    `Progress.touch`.
     """
     ended = threading.Event()
     thread = threading.Thread(
