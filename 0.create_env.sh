@@ -1,25 +1,26 @@
 #!/usr/bin/env bash
-# Makes .venv, the environment that training runs in without a container.
+# Makes .venv, the Python environment for training without a container.
 #
 #   ./0.create_env.sh [--stack cpu|current|torch2.2] [--dev]
 #
 #   cpu       the newest torch without CUDA, for laptops         (about 1.3 GB)
 #   current   the newest torch with CUDA, for NVIDIA GPUs        (about 8 GB)
 #   torch2.2  the stack of the default image: torch 2.2.2, cu121 (about 7 GB)
-#   --dev     also what the tests need
+#   --dev     installs the packages that the tests need, too
 #
-# It brings the command .venv/bin/mamba-fsdp, which works from any folder, as does `import mamba_fsdp` in its Python.
-# Without --stack: current or torch2.2, whichever fits the NVIDIA driver if there is one; else cpu. If nothing has
-# changed since the last call, it returns at once. PYTHON=... chooses the interpreter, VENV=... another folder than .venv.
-# INSTALL_KERNELS=1 adds mamba-ssm's and causal-conv1d's compiled CUDA kernels, to compare with the project's own.
+# The environment contains the command .venv/bin/mamba-fsdp and the package mamba_fsdp; both work from any folder.
+# Without --stack, this script chooses current or torch2.2, whichever fits the NVIDIA driver, or cpu if there is no driver.
+# If nothing has changed since the last call, the script exits at once. PYTHON=... selects the interpreter, and VENV=...
+# another folder than .venv. INSTALL_KERNELS=1 adds the compiled CUDA kernels of mamba-ssm and causal-conv1d, for
+# comparisons with the kernels of this project.
 set -euo pipefail
 cd "$(dirname "$0")"
-unset PYTHONHOME PYTHONPATH # a cluster's module files name another Python's there
+unset PYTHONHOME PYTHONPATH # on clusters, module files can set these variables for another Python
 
 VENV=${VENV:-.venv}
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
-fail() { # what is wrong, what to do
+fail() { # MESSAGE ADVICE: prints what is wrong and what to do, and exits
     echo "error: $1" >&2
     echo "       $2" >&2
     exit 1
@@ -27,18 +28,18 @@ fail() { # what is wrong, what to do
 
 has_driver() { [ -e /proc/driver/nvidia/version ] || nvidia-smi >/dev/null 2>&1; }
 
-driver_cuda() { # the newest CUDA that the driver runs, such as 12.4; nothing if it does not say
+driver_cuda() { # prints the newest CUDA version that the driver supports, such as 12.4; nothing if nvidia-smi does not show it
     nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Z ]*Version: *\([0-9]*\.[0-9]*\).*/\1/p' | head -n 1 || true
 }
 
-cuda_of() { # a stack: the major version of its CUDA. Its programs run on every driver for the same major version
+cuda_of() { # STACK: prints the major version of the stack's CUDA. A driver that supports this major version can run the stack
     sed -n 's/^nvidia-cuda-runtime[^=]*==\([0-9]*\).*/\1/p' "requirements/$1.txt"
 }
 
-fits() { # a stack: whether the driver and the GPUs run it
+fits() { # STACK: succeeds if the driver and the GPUs can run the stack
     local capabilities needed
     needed=$(cuda_of "$1")
-    if [ "$1" = torch2.2 ]; then # its CUDA has no code for Blackwell, and does not exist for Arm
+    if [ "$1" = torch2.2 ]; then # torch 2.2 has no code for Blackwell GPUs, and no CUDA packages for Arm
         capabilities=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null || true)
         [ "$(uname -m)" = x86_64 ] && ! grep -q '^1[0-9]\.' <<< "$capabilities" || return 1
     fi
@@ -49,7 +50,7 @@ fitting_stack() {
     if fits current; then echo current; elif fits torch2.2; then echo torch2.2; fi
 }
 
-choose_stack() { # chooses one for the machine, or warns that the user's choice does not fit it
+choose_stack() { # sets $stack to one that fits this machine; if the user has chosen one, only warns if it does not fit
     local cuda fitting
     if [ "$stack" = cpu ] || ! has_driver; then
         stack=${stack:-cpu}
@@ -111,12 +112,12 @@ check_space() {
             "free some space, or VENV=/other/disk/venv"
 }
 
-install() { # requirements file, further pip arguments. Without --no-compile, pip compiles files that are never imported.
+install() { # FILE [PIP_ARGUMENT ...]: installs a requirements file. Without --no-compile, pip compiles unused files too
     PYTHONUNBUFFERED=1 "$VENV/bin/python" -m pip install --progress-bar=off --disable-pip-version-check --no-input \
         --no-compile "${@:2}" -r "$1" 2>&1 | tee -a "$log" | show_progress
 }
 
-live() { # prints a line that the next one replaces, on a terminal
+live() { # TEXT: on a terminal, prints a line that the next call replaces
     local width
     [ -t 1 ] && [ "${TERM:-dumb}" != dumb ] || return 0
     width=$(($(tput cols 2>/dev/null || echo 80) - 1))
@@ -137,7 +138,7 @@ show_progress() { # shows pip's progress as one live line on a terminal; elsewhe
         [ "$code" = 0 ] || break
         case $line in
         Collecting\ * | Processing\ *) count=$((count + 1)) ;;
-        *Downloading\ *) ;; # a size follows the name
+        *Downloading\ *) ;; # the line contains the name of a file and its size
         Installing\ *)
             commas=${line//[^,]/}
             packages=$((${#commas} + 1))
@@ -150,12 +151,12 @@ show_progress() { # shows pip's progress as one live line on a terminal; elsewhe
         esac
         line=${line%% (from *}
         line=${line#*ing }
-        live "  $count: ${line##*/}" # the package or its file
+        live "  $count: ${line##*/}" # the name of the package or of its file
     done
     live ''
 }
 
-explain_failure() { # requirements file
+explain_failure() { # FILE: prints why pip could not install this requirements file, and exits
     local reason offline='temporary failure|name or service|failed to establish|timed out|from versions: none'
     offline+='|connection (refused|reset|broken|error)'
     reason=$(grep -iE '^ *(error|fatal)|no space left|temporary failure|name or service|connection' "$log" |
@@ -172,7 +173,8 @@ explain_failure() { # requirements file
 }
 
 install_stack() {
-    # The configured index and local wheels first; torch's own index only for its CPU build, if the former lack it.
+    # Try the configured index and local wheels first. Use torch's own index only for its CPU build, and only if the
+    # configured index lacks it.
     install "requirements/$stack.txt" && return
     if [ "$stack" = cpu ] && grep -q 'No matching distribution found for torch' "$log"; then
         echo "  torch's CPU build: from $TORCH_CPU_INDEX"
@@ -186,7 +188,7 @@ install_kernels() {
     local list=requirements/kernels-$stack.txt
     [ -e "$list" ] || fail "INSTALL_KERNELS=1: there are no compiled kernels for the $stack stack" \
         "choose --stack current or torch2.2, or leave it out"
-    if nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | grep -q B300; then # nvcc 13's code for it is wrong
+    if nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | grep -q B300; then # nvcc 13 generates wrong code for this GPU
         echo "  without mamba-ssm and causal-conv1d: their compiled wheels give wrong results on B300; the image builds its own"
         return 0
     fi
@@ -202,8 +204,8 @@ patch_triton() {
 # Makes `import mamba_fsdp` and the command mamba-fsdp work from any folder, with the files of this checkout.
 install_project() {
     local wanted
-    wanted=$(pwd -P && sha256sum < pyproject.toml) # the project may have moved
-    [ ! -L "$VENV" ] && [ -w "$VENV/bin" ] || return 0 # it belongs to another checkout
+    wanted=$(pwd -P && sha256sum < pyproject.toml) # the project folder can have been moved
+    [ ! -L "$VENV" ] && [ -w "$VENV/bin" ] || return 0 # the environment belongs to another checkout
     [ "$(cat "$VENV/.complete-project" 2>/dev/null)" != "$wanted" ] || return 0
     log=$VENV/install-project.log
     "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps --no-build-isolation \
@@ -225,7 +227,7 @@ else
     find_python
     check_space
     live "  an environment of $("$python" --version)"
-    rm -rf "$VENV" # without a matching stamp it is half-made, of another stack, or out of date
+    rm -rf "$VENV" # its stamp does not match: it is incomplete, out of date, or has another stack
     "$python" -m venv "$VENV" || fail "$python could not make $VENV" "look at the lines above; is the folder writable?"
     log=$VENV/install.log
     install_stack

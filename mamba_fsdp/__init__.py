@@ -9,9 +9,10 @@ The Python interface consists of nine functions. `tokenize` converts text, `trai
 import os
 from importlib import import_module
 
-# How long an OpenMP thread spins while it waits for other threads, before it sleeps: about a millisecond. Without
-# spinning, a step on a CPU takes up to twice as long. Longer spinning takes the cores from other programs (measured at
-# 947f88a). Torch reads the variable when it is imported, and ranks inherit it. A value that the user has set is kept.
+# GOMP_SPINCOUNT sets how often an OpenMP thread polls before it sleeps while it waits for other threads; 30000 polls
+# take about a millisecond. Without polling, a step on a CPU takes up to twice as long. Longer polling takes the cores
+# from other programs (measured at commit 947f88a). Torch reads the variable when it is imported, and ranks inherit it. If
+# the user has set either of the two variables, nothing is changed.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 

@@ -32,8 +32,9 @@ def run(
 ) -> None:
     """Calls `verb` with the arguments of the command line, and exits.
 
-    page: returns the help page. The exit code is the return value of the verb (None means 0), the exit_code of a
-    UserError, or 130 after Ctrl-C.
+    The exit code is the return value of the verb (None means 0), the exit_code of a UserError, or 130 after Ctrl-C.
+
+    page: a function that returns the help page. arguments: by default, the arguments of this process.
     """
     if arguments is None:
         arguments = sys.argv[1:]
@@ -51,7 +52,8 @@ def run(
 
 @contextlib.contextmanager
 def errors_as_one_line() -> Iterator[None]:
-    """Prints Ctrl-C and user errors as one line, and exits. Exits silently if the reader of stdout has exited."""
+    """Prints a message without a traceback for Ctrl-C and user errors, and exits. Exits silently if the reader of stdout
+    has exited. Other exceptions are raised again."""
     try:
         yield
         if sys.stdout:  # it is None if stdout is closed
@@ -87,9 +89,10 @@ def discard_output() -> None:
 
 
 def _fail(error: UserError) -> NoReturn:
-    """Prints the error as one line, and exits with its exit_code."""
+    """Prints the error, and exits with its exit_code. An error in several settings is printed as a line for each of
+    them."""
     write_torchrun_error(error)
-    mistakes = f"error: {error}".split("\n  ")  # one per mistake in the settings
+    mistakes = f"error: {error}".split("\n  ")  # an error in the settings lists several mistakes
     lines = [escape_unprintable(mistake)[:MAX_ERROR_CHARS] for mistake in mistakes]
     print("\n  ".join(lines), file=sys.stderr)
     raise SystemExit(error.exit_code) from None
@@ -132,9 +135,9 @@ def invoke(
     """Calls the function. Arguments that are fields of its options dataclass are collected into its `options`
     parameter.
 
-    dashes: the prefix of an argument's name in messages, "--" or "". see: a hint in messages where arguments are
-    documented. Raises UserError for too many, missing or unknown arguments, and for options with a wrong type, out of
-    bounds, or without effect. For an unknown argument, the message suggests the most similar name.
+    dashes: the prefix of an argument's name in messages, "--" or "". see: the end of messages; it refers to the
+    documentation of the arguments. Raises UserError for too many, missing or unknown arguments, and for options with a
+    wrong type, out of bounds, or without effect. For an unknown argument, the message suggests the most similar name.
     """
     options = options_class(function)
     fields = {field.name: field for field in dataclasses.fields(options)} if options else {}
@@ -164,7 +167,8 @@ def check_names(
     see: str,
 ) -> None:
     """Raises UserError for a name that is neither a parameter nor an option. The message suggests the most similar name,
-    or the option that has this name in other programs."""
+    or the option that has this name in other programs. A function with a parameter such as **settings accepts any name
+    that is not another program's name of an option."""
     elsewhere = {
         word: name for name, field in fields.items() for word in field.metadata["elsewhere"].split()
     }
@@ -197,9 +201,9 @@ def read_options(options: Any, given: Mapping[str, Any], dashes: str) -> Any:
 def read_argument(parameter: inspect.Parameter, value: Any, see: str) -> Any:
     """Returns the value of a parameter that is not a field of the options. In a string or path, ~ is expanded. Raises
     UserError for a value of another type."""
-    if isinstance(value, (str, os.PathLike)):  # all these parameters are paths
+    if isinstance(value, (str, os.PathLike)):  # these parameters are paths, or names without ~
         value = os.path.expanduser(value)
-    kind = parameter.annotation  # a string if the module of the class is not imported
+    kind = parameter.annotation  # a string if its class is imported for type checkers only
     is_checked = kind in (str, bool) or isinstance(kind, types.UnionType)
     if is_checked and not isinstance(value, kind):
         wanted = "True or False" if kind is bool else "a path or a name"

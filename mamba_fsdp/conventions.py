@@ -8,7 +8,7 @@ DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-}  # the names in settings and options
+}  # {name of a dtype in settings and options: dtype}
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

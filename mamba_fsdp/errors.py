@@ -19,11 +19,13 @@ class UserError(Exception):
     A command prints `error: <message>` without a traceback and exits with `exit_code`.
     """
 
-    exit_code = 2  # 1.train.sbatch does not queue the job again, because a restart can't fix it
+    # With this code, 1.train.sbatch does not queue the job again, because a restart can't fix the error.
+    exit_code = 2
 
 
 class LeaseLostError(UserError):
-    """The process has lost its lease. It must not write any more, because another process writes there now."""
+    """This process has lost the lease of a folder. It must not write there any more, because another process can write
+    there now."""
 
 
 class TransientError(UserError):
@@ -47,7 +49,7 @@ class StorageError(UserError):
 def merge_errors(errors: Sequence[UserError], before: str = "") -> UserError:
     """Combines several errors into one. Its message consists of `before` and the first four different messages.
 
-    It is a StorageError if any of the errors is one, else a TransientError if any of them is one, else a UserError.
+    The result is a StorageError if any of the errors is one, else a TransientError if any of them is one, else a UserError.
     """
     messages = list(dict.fromkeys(map(str, errors)))
     shown = messages[:4]
@@ -80,8 +82,8 @@ def out_of_memory_message(error: BaseException, who: str) -> str:
 
 
 def command(verb: str) -> str:
-    """Returns the command line that runs a verb. It depends on where this program runs: in the image, from a checkout,
-    or from an installed package."""
+    """Returns the command line that runs a verb. The command line depends on where this program runs: in the image, from
+    a checkout, or from an installed package."""
     if os.environ.get("IMAGE") and verb == "tokenize":
         return "sbatch 2.tokenize.sbatch"
     folder = _environment()

@@ -23,7 +23,7 @@ BOOLEANS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
-UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # powers of ten
+UNITS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # {suffix of a number: power of ten}
 NUMBER = r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?"
 # The default upper limit for each type, and for each unit of a Duration. Sizes and times that are calculated from
 # larger values would overflow.
@@ -61,7 +61,7 @@ class Bounds(NamedTuple):
     """The values that an option accepts."""
 
     limits: dict[str, float]  # {key of COMPARISONS: limit}
-    choices: tuple[str, ...]
+    choices: tuple[str, ...]  # the only accepted values; () if the option is not limited to a list
     rejects_empty: bool  # whether an empty text is rejected
 
     def check(self, value: Any) -> None:
@@ -99,8 +99,8 @@ def setting(
     default: the default value; a list is copied for each instance. If it is a non-empty text, the empty text is
     rejected. needs: the condition under which the setting has an effect. instead_of: the setting that this one
     replaces. elsewhere: names of the same setting in other programs, separated by spaces. is_path: whether the value is
-    the path of a file or folder. choices: the accepted values, if they are listed. limits: limits of a number, with the
-    keys of COMPARISONS as names.
+    the path of a file or folder. choices: the only accepted values; () if the setting is not limited to a list. limits:
+    limits of a number, with the keys of COMPARISONS as names.
     """
     rejects_empty = isinstance(default, str) and default != ""
     metadata = {
@@ -183,8 +183,8 @@ def parse_boolean(text: str) -> bool:
 
 
 def parse_integer(text: str) -> int:
-    """Parses a text such as 2000, 2_000, 2e3, 10k, 1.5M or 2B exactly. Raises ValueError for other texts and for
-    numbers that are not whole."""
+    """Parses a text such as 2000, 2_000, 2e3, 10k, 1.5M or 2B exactly. Raises ValueError for other texts, for
+    numbers that are not whole, and for numbers that do not fit into 64 bits."""
     match = re.fullmatch(f"({NUMBER})([kmbgt]?)", text.lower())
     if not match:
         raise ValueError("expected a whole number")
@@ -221,8 +221,10 @@ PARSERS: dict[Any, tuple[Any, str]] = {
 
 
 def parse(kind: Any, text: Any) -> Any:
-    """Parses the text of an option. kind: its type, a key of PARSERS. text: a string; for a list, YAML can give a list
-    too.
+    """Parses the text of an option.
+
+    kind: the type of the option, a key of PARSERS. text: a string. For an option that is a list, it can also be a list
+    that has been read from YAML.
 
     Raises ValueError if the text does not have this type.
     """

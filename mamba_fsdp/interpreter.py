@@ -11,8 +11,9 @@ MIN_PYTHON = (3, 10)
 
 
 def require_packages(*packages: str) -> None:
-    """Exits with code 2 and an error message if this Python is too old, if one of `packages` is missing, or if there is
-    no folder for temporary files. After this call, Ctrl-C prints one line, even while modules are imported."""
+    """Exits with code 2 and an error message if this Python is too old or runs with -OO, if one of `packages` is missing,
+    or if there is no folder for temporary files. After this call, Ctrl-C prints one line, even while modules are
+    imported."""
     sys.excepthook = _report_interrupt
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _handle_interrupt)
@@ -58,8 +59,8 @@ def _prefer_own_packages() -> None:
 
 
 def _handle_interrupt(number: int, frame: "types.FrameType | None") -> None:
-    """Handles Ctrl-C. While a module is imported, it exits at once, because some modules catch KeyboardInterrupt during
-    their import and are then only half imported."""
+    """Handles Ctrl-C. If a module is being imported, the process exits at once, because some modules catch
+    KeyboardInterrupt during their import and are then only half imported. Otherwise raises KeyboardInterrupt."""
     while frame:
         if frame.f_code.co_name == "_find_and_load":  # this function runs during each import
             os.write(2, b"\nstopped by Ctrl-C\n")

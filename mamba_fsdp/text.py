@@ -38,8 +38,8 @@ def suggest_name(
 ) -> str:
     """Returns a hint that suggests the candidate most similar to an unknown `name`; `otherwise` if none is similar.
 
-    dashes: written before the candidate, "--" for an option. elsewhere: the names of other programs, as
-    {their name: candidate}, which are compared too.
+    dashes: the prefix of the candidate in the hint, "--" for an option. elsewhere: {name in another program: candidate}.
+    `name` is compared with these names too.
     """
     near = difflib.get_close_matches(name, [*candidates, *elsewhere], n=1, cutoff=0.75)
     if not near:

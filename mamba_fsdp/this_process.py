@@ -46,7 +46,7 @@ def rank_and_host() -> str:
 def write_torchrun_error(error: BaseException) -> None:
     """Writes the exception to torchrun's error file, if torchrun started this process.
 
-    The launcher prints it at the end of the log.
+    The launcher prints the error at the end of the log.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:

@@ -1,7 +1,7 @@
 """Implements `./1.train.sbatch --check`: runs every step that precedes a training, and removes all
 files that it made.
 
-It runs on the cluster's own Python; host.py describes the restrictions.
+This module runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import contextlib

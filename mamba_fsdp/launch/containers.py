@@ -1,7 +1,7 @@
 """Builds srun's options for Pyxis, Slurm's container plugin: the image, the name of the unpacked
 container, and the mounts.
 
-It runs on the cluster's own Python; host.py describes the restrictions.
+This module runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from typing import Iterable, Iterator, List, Set, Tuple
 
 from mamba_fsdp.launch.host import PROJECT, LaunchError, print_line
 
-CONTAINER_PREFIX = "mamba-train-"  # a container is named by this prefix and the start of the job
+CONTAINER_PREFIX = "mamba-train-"  # a container's name is this prefix followed by Job.start
 # Pyxis and Enroot pass mounts through a list, a shell and an fstab file, and each version escapes these
 # characters differently or not at all.
 UNMOUNTABLE_CHARS = " \t\n,:#$`\"'\\"

@@ -1,6 +1,6 @@
-"""Decides what happens to a job when its training has ended. Pure functions without I/O.
+"""Decides what happens to a job when its training has ended. This code does no I/O.
 
-It runs on the cluster's own Python; host.py describes the restrictions.
+This module runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 from enum import Enum
@@ -32,7 +32,7 @@ class TrainingOutcome(NamedTuple):
 class JobState(NamedTuple):
     """The facts about a training, or about its preparation, that `decide` needs."""
 
-    code: int
+    code: int  # exit code of the rank that failed first, or else of the command that ran the ranks
     outcome: TrainingOutcome
     run_folder: str
     newest: str  # the newest checkpoint, such as step_00000005, or "start" if there is none
@@ -43,7 +43,7 @@ class JobState(NamedTuple):
     is_running: bool = True  # False if Slurm is already ending the job or has queued it again
     # Run time of this start of the job when the stop was requested.
     seconds_run: float = float("inf")
-    seconds_left: float = float("inf")  # time until the job's time limit at that moment
+    seconds_left: float = float("inf")  # time until the job's time limit, at the same moment
 
     @property
     def lost(self) -> str:
@@ -87,7 +87,7 @@ def decide(state: JobState) -> JobDecision:
             "resume"
         )
         return JobDecision(Action.END, 1, sentence.format(state.newest))
-    # Also with exit code 0: the shutdown of a node ends its ranks in an orderly way.
+    # The exit code can be 0 here, because ranks exit with 0 after a node that shuts down has asked them to stop.
     return _queue_again(state)
 
 

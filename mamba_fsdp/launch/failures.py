@@ -29,7 +29,7 @@ class Failure:
 
     node: str
     rank: int | None  # None for a node without ranks
-    exit_code: int  # like in a shell, 128 plus the signal number for a rank that was killed
+    exit_code: int  # for a rank that a signal ended, 128 plus the signal number, as in a shell
     was_killed: bool
     time: float  # seconds since the epoch
     reason: str  # the error of the rank, or a description of its exit code

@@ -2,7 +2,8 @@
 Python that trains, and the command lines for the nodes.
 
 This module, job.py, tokenize_job.py, node_guard.py and their imports run on the cluster's own
-Python. It can be as old as 3.6, so they use only its syntax and standard library.
+Python. That Python can be as old as 3.6, so these modules use only the syntax and the standard
+library of Python 3.6.
 """
 
 import json
@@ -20,7 +21,8 @@ DEFAULT_IMAGE = "mamba-train.sqsh"
 SUPERBLOCK_BYTES = 48
 
 
-# An environment variable. If it is set, 1.train.sbatch sets up the network and then runs its arguments as a command.
+# The name of an environment variable. If the variable is set, 1.train.sbatch sets up the network and then runs its
+# arguments as a command.
 NODE_VARIABLE = "MAMBA_TRAIN_NODE"
 
 
@@ -97,7 +99,8 @@ def read_json(path: str) -> Dict[str, Any]:
 def set_python_variables() -> None:
     """Sets the environment variables of all Python processes that this job starts.
 
-    They import this project and the packages of their own environment, and no other packages.
+    With these variables, a process imports only this project and the packages of its own
+    environment.
     """
     os.environ.pop("PYTHONHOME", None)
     os.environ["PYTHONPATH"] = PROJECT

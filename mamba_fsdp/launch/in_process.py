@@ -1,5 +1,5 @@
-"""Trains in the current process. Used by `python training.py`, by the ranks of a launcher and by
-`mamba_fsdp.train`.
+"""Trains in the current process. `python training.py`, the ranks of a launcher and
+`mamba_fsdp.train` use this module.
 """
 
 import os
@@ -54,7 +54,7 @@ def prepare(settings: TrainConfig) -> None:
     imported.
 
     Only rank 0 does so; the other ranks wait for it when they connect. Raises UserError for missing
-    inputs.
+    inputs, and for a run folder that the run can't use.
     """
     if os.environ.get("RANK", "0") != "0":
         return

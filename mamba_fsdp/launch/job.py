@@ -11,8 +11,8 @@ import shutil
 import signal
 
 interrupt = signal.getsignal(signal.SIGINT)
-if interrupt == signal.default_int_handler:  # the signal is ignored, for example, under nohup
-    # Ctrl-C during the imports then ends the process without a traceback.
+if interrupt == signal.default_int_handler:  # SIGINT can be ignored, for example in a script
+    # With this handler, Ctrl-C during the imports ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import os
@@ -43,7 +43,7 @@ from mamba_fsdp.launch.local_training import train_here
 from mamba_fsdp.launch.plan_reader import read_plan_on_host
 from mamba_fsdp.launch.slurm_training import train_in_slurm
 
-CHECK_OPTION = "--check"  # the only argument that is not a setting
+CHECK_OPTION = "--check"  # it is removed before the other arguments are parsed
 DEMO_ARGS = ["--config=config/demo.yaml"]  # the settings if the command has no arguments
 
 
@@ -87,7 +87,8 @@ def submit_check(args: List[str]) -> NoReturn:
     """Replaces this process with salloc, to run `1.train.sbatch --check` on a node that is free
     now.
 
-    Raises LaunchError without Slurm, and SystemExit if the settings are invalid.
+    Raises LaunchError without Slurm or without a usable environment, and SystemExit if the settings
+    are invalid.
     """
     if not shutil.which("salloc"):
         raise LaunchError(

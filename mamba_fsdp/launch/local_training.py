@@ -1,7 +1,7 @@
 """Trains on this machine: `./1.train.sbatch` without Slurm, including Ctrl-C, Ctrl-Z and the
 messages at the end.
 
-It runs on Python 3.6 or newer; host.py describes the restrictions.
+This module runs on Python 3.6 or newer; host.py describes the restrictions.
 """
 
 import contextlib
@@ -40,7 +40,8 @@ KILLED_LAUNCHER = "error: a launcher was killed by SIGKILL, and all its ranks wi
 def train_here(called: str, args: List[str], variables: Variables, is_demo: bool) -> int:
     """Trains on this machine. Returns the exit code.
 
-    called: the command's name in the message that explains how to resume.
+    called: the command's name in the message that explains how to resume. is_demo: whether the
+    command had no arguments, so `args` are those of the demo.
     """
     python = choose_venv().python
     with contextlib.suppress(KeyboardInterrupt):
@@ -109,7 +110,7 @@ class LocalTraining:
             with stop_file_writer(self.folder.stop, self.supervisor.reason) as self.ask_ranks:
                 return self.make_data() or self.train()
         finally:
-            # The last messages are then complete.
+            # Ignore later signals, so that the last messages are complete.
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
             self.folder.remove()

@@ -65,8 +65,8 @@ def find_efa_library() -> str | None:
 
 
 def find_interface_to(hosts: Iterable[str]) -> str:
-    """Returns the network interface of the route to the first reachable host; "" if there is none,
-    and for IPv6.
+    """Returns the network interface of the IPv4 route to the first host that has one; "" if no host
+    has one.
 
     The loopback interface is returned only for LOOPBACK itself: in Debian's /etc/hosts, the name of
     a node resolves to an address of its loopback interface.

@@ -49,14 +49,15 @@ from mamba_fsdp.run.names import (
 from mamba_fsdp.run.records import OTHER_RANK_REASON, repair_status
 from mamba_fsdp.storage.retry import retry_io, sync_folder, write_atomically
 
-# Slurm ends the step when the first node exits, so each node waits until the others have written their failures.
+# Slurm ends the step when the launcher of one node exits. Therefore each launcher waits this long, so that the other
+# nodes can write their failures.
 FAILURE_WAIT_SECONDS = 3
 DEFAULT_RUN_ID = "none"  # torchrun's default --rdzv-id
 
 
 def main(run: Path, args: list[str]) -> int:
-    """Runs the ranks of this node until they exit. Returns the exit code of the rank that failed
-    first.
+    """Runs the ranks of this node until they exit. Returns an exit code: of the rank that failed first,
+    0 if none failed, or 128 plus the number of a signal that asked this node to stop.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     end_with_launcher(signal.SIGQUIT)
@@ -73,7 +74,7 @@ def main(run: Path, args: list[str]) -> int:
     remove_earlier_outcome(folder)
     os.environ[START_VARIABLE] = str(folder)
     os.environ.setdefault(OLD_STOP_VARIABLE, retry_io(stop_file_id, run, str(run)))
-    # If this process is killed, job.py removes the folders that match this name.
+    # If this process is killed, job.py or the guard of this node removes the folder by its name.
     with tempfile.TemporaryDirectory(prefix=f"mamba-train-{os.getpid()}-") as scratch:
         first_node = options.rdzv_endpoint.rpartition(":")[0] or options.master_addr
         set_environment(run, Path(scratch), first_node)

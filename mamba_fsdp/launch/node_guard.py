@@ -12,7 +12,7 @@ another running job of this user; its containers are kept.
 Pyxis keeps a named container on the node's disk, or in its memory, until it is removed, unless
 Pyxis' container_scope is `job`.
 
-It runs on the cluster's own Python; host.py describes the restrictions.
+This module runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import contextlib
@@ -43,7 +43,8 @@ POLL_SECONDS = 0.5
 CONNECT_TIMEOUT_SECONDS = float(os.environ.get("GUARD_SECONDS_TO_CONNECT", 60))
 NO_CONNECTION = "none"
 JOB_ENDING = "job ends"
-JOB_POLL_SECONDS = 5.0  # how often the first guard asks Slurm whether it has noticed a loss
+# Seconds between two queries of a guard whether Slurm has noticed a loss. The number of the guard's node is added.
+JOB_POLL_SECONDS = 5.0
 
 
 class JobEnding(Exception):

@@ -7,7 +7,7 @@ does not count as a loss, no clocks are compared, and the traffic is proportiona
 nodes. A connection that ends does not count as a loss either, unless two attempts to connect to the
 node fail.
 
-It runs on the cluster's own Python; host.py describes the restrictions.
+This module runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import contextlib
@@ -162,8 +162,10 @@ class NodeWatch:
             self._start_thread(self._confirm_loss, node, time.time())
 
     def _confirm_loss(self, node: str, last_seen: float) -> None:
-        """Calls on_loss if the node does not respond. A guard that was killed does not count as a
-        loss.
+        """Checks the node until it is lost or this start has ended, and calls on_loss if it is lost.
+
+        A guard that was killed does not count as a loss: only a node that does not respond does.
+        last_seen: when the node was last known to be alive, in seconds since the epoch.
         """
         failed = 0
         self.suspects.add(node)

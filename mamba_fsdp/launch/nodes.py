@@ -1,6 +1,6 @@
-"""Selects the nodes of a job that train; the others wait as spares. Pure functions without I/O.
+"""Selects the nodes of a job that train; the others wait as spares. This code does no I/O.
 
-It runs on the cluster's own Python; host.py describes the restrictions.
+This module runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 from typing import Dict, List, NamedTuple, Optional
@@ -10,8 +10,8 @@ class Batch(NamedTuple):
     """The division of the global batch among ranks, computed by launch/plan.py."""
 
     samples: int  # global_batch_size; 0 if the global batch grows with the number of ranks
-    samples_per_rank: int  # per step, used if `samples` is 0
-    ranks_per_sample: int  # context_parallel
+    samples_per_rank: int  # samples per step of `ranks_per_sample` ranks; used if `samples` is 0
+    ranks_per_sample: int  # the setting context_parallel: how many ranks share each sample
 
     def samples_per_step(self, nodes: int, ranks_per_node: int) -> int:
         """Returns the global batch size in samples on this number of nodes."""
@@ -49,8 +49,8 @@ class NodePool:
     def choose(self, batch: Optional[Batch] = None, ranks_per_node: int = 1) -> List[str]:
         """Returns the nodes that train, in the job's order; [] if there are too few.
 
-        batch: if fewer nodes than wanted train, the global batch must be divisible among them. None
-        if the global batch is not known yet.
+        batch: if fewer nodes than wanted train, it must be possible to divide this global batch
+        evenly among them. None if the global batch is not known yet.
         """
         healthy = self.healthy()
         count = min(self.wanted, len(healthy))

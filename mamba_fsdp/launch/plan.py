@@ -145,7 +145,7 @@ def check_folder(settings: TrainConfig) -> None:
     holder = lease.read_snapshot()
     if holder and holder.is_alive():
         lease.check_unused(BUSY_RUN_REMEDY)
-    # Otherwise, the starting point defines the size of the model.
+    # A run that starts from another model gets its size from that model, which has not been read yet.
     if not settings.checkpoint.starts_from_model():
         check_space(settings, 1)
 
@@ -172,10 +172,10 @@ def _nearest_existing(folder: Path) -> Path:
 
 
 def find_named_paths(settings: TrainConfig) -> list[str]:
-    """Returns the absolute paths in the settings. They need not exist.
+    """Returns the absolute paths in the settings. The paths need not exist.
 
-    In a container that sees only the project, other paths do not exist. Therefore the caller on the
-    host looks for symbolic links in them.
+    This function does not follow symbolic links. It can run in a container that contains only the
+    project, so its caller on the host looks for symbolic links in the paths.
     """
     paths = []
     for name, (_, field) in all_settings().items():

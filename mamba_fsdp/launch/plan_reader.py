@@ -1,6 +1,6 @@
-"""Resolves the settings of a start with launch/plan.py, and reads its answer.
+"""Resolves the settings of a start with launch/plan.py, and reads the plan that it writes.
 
-It runs on the cluster's own Python; host.py describes the restrictions.
+This module runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import json
@@ -42,10 +42,10 @@ class Plan(NamedTuple):
 
 
 def read_plan(python: str, args: List[str]) -> Plan:
-    """Resolves the settings in the arguments with this Python.
+    """Resolves the settings in the arguments with launch/plan.py, and returns the plan.
 
-    Raises SystemExit with the exit code of launch/plan.py if that has printed a help page or an
-    error instead, and after Ctrl-C.
+    python: the Python that runs launch/plan.py. Raises SystemExit with the exit code of
+    launch/plan.py if it has printed a help page or an error instead of a plan, and after Ctrl-C.
     """
     reading, writing = os.pipe()
     process = subprocess.Popen([python, *MODULE, f"/dev/fd/{writing}", *args], pass_fds=[writing])
@@ -63,7 +63,7 @@ def read_plan(python: str, args: List[str]) -> Plan:
 def read_plan_on_host(args: List[str]) -> Optional[Plan]:
     """Resolves the settings with a Python of this host, so that no image has to be unpacked.
 
-    Returns None if the host has no Python with the packages that this needs. Raises SystemExit in
+    Returns None if the host has no Python with the packages that launch/plan.py needs. Raises SystemExit in
     the cases that `read_plan` documents.
     """
     python = find_settings_python()

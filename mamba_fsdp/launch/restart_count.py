@@ -1,6 +1,6 @@
 """Counts how often in a row a job has started from the same checkpoint.
 
-It runs on the cluster's own Python; host.py describes the restrictions.
+This module runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import contextlib
@@ -16,6 +16,9 @@ NO_CHECKPOINT = "start"
 class RestartCount:
     """The restart count of a job. It is kept in a file, because each start of the job is a new
     process.
+
+    restarts: how often in a row the job has started again from the same checkpoint. newest: the
+    newest checkpoint when the most recently counted start began.
     """
 
     def __init__(self, job: slurm.Job) -> None:
@@ -31,7 +34,7 @@ class RestartCount:
                 self.newest = self.before
 
     def count(self, newest: str) -> None:
-        """Counts this start of the job. newest: the newest checkpoint when it begins."""
+        """Counts this start of the job. newest: the newest checkpoint when this start begins."""
         self.restarts = self.restarts + 1 if self.before == newest else 0
         self.newest = newest
         remove_ended_jobs(os.path.dirname(self.file))

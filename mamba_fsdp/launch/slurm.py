@@ -1,6 +1,6 @@
 """Calls Slurm's commands, each through one function with a typed result.
 
-It runs on the cluster's own Python; host.py describes the restrictions.
+This module runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import os
@@ -41,8 +41,8 @@ class Job(NamedTuple):
     """The job of this process."""
 
     number: str
-    # NUMBER, or ARRAY_TASK for a task of an array. The number of one task is also the number of the array,
-    # so that a command with this number would affect all tasks.
+    # The argument for Slurm's commands: NUMBER, or ARRAY_TASK for a task of an array. One task of an array has
+    # the number of the array, so a command with `number` could affect all tasks.
     name: str
     restart: int  # how often Slurm has restarted the job
     nodes: List[str]  # host names; this program runs on the first node
@@ -85,8 +85,8 @@ def this_job() -> Job:
 
 
 def check_is_alive(job: Job) -> None:
-    """Raises LaunchError if the job has ended. Its variables can be left over in a shell, for example
-    in the shell of an expired salloc.
+    """Raises LaunchError if the job has ended. A shell can still have the job's environment variables,
+    for example the shell of an expired salloc.
     """
     # The output begins with a header. If it is empty, the controller has not answered.
     jobs = command_output("squeue", f"--user={os.getuid()}", "--format=%A").split()
@@ -249,8 +249,10 @@ def nodes_down(nodes: Sequence[str]) -> List[str]:
 
 
 def wait_until_known(nodes: Sequence[str], responds: Callable[[str], bool]) -> None:
-    """Waits until Slurm considers each of the nodes down, or the node responds again. Until then
-    Slurm would assign lost nodes to the job's next start.
+    """Waits for each of the nodes until Slurm considers it down, or it responds again, but at most
+    MAX_SLURMD_TIMEOUT. Until then Slurm would assign lost nodes to the job's next start.
+
+    responds: returns whether a node responds.
     """
     end = time.monotonic() + MAX_SLURMD_TIMEOUT
     while time.monotonic() < end:

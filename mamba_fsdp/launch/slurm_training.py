@@ -1,7 +1,7 @@
 """Trains on the nodes of a Slurm job, from the preparation of the nodes to the decision about the
 job's future.
 
-It runs on the cluster's own Python; host.py describes the restrictions.
+This module runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import contextlib
@@ -54,7 +54,8 @@ from mamba_fsdp.run.names import CACHES, WANTED_NODES_VARIABLE, newest_checkpoin
 from mamba_fsdp.run.node_record import LOST, SICK, add_record, sick_nodes
 
 PREFLIGHT_SECONDS = 900  # unpacking a large image on a node takes minutes
-# How long srun waits for the other launchers after the first has exited. Launchers exit at the same time.
+# How long srun waits for the other launchers after the first one has exited. Normally all launchers exit at about the
+# same time.
 LAUNCHER_EXIT_SECONDS = 60
 MAX_ALARM_SECONDS = 10**9  # alarm accepts values below 2**31
 # This long before the time limit, the job stops waiting for a checkpoint, so that it can be queued again.
@@ -106,8 +107,9 @@ def train_in_slurm(args: List[str], variables: Variables) -> int:
 
 
 def make_training(args: List[str], variables: Variables, kind: Type[Training]) -> Training:
-    """Builds the training of this job, or its subclass for a check, and installs its signal
-    handlers.
+    """Builds an instance of `kind` for this job, and installs its signal handlers.
+
+    kind: SlurmTraining, or its subclass for a check.
 
     Raises LaunchError for jobs that are unsuitable or have ended, for unsuitable variables, and
     SystemExit after a help page or an error in the settings.
@@ -333,7 +335,7 @@ class SlurmTraining:
         if not self.environment.image:
             return []
         has_begun = bool(newest_checkpoint(plan.run_folder))
-        # The checkpoint that initialised the run is not needed once the run has its own.
+        # The path that initialised the run need not exist any more once the run has a checkpoint of its own.
         paths = [path for path in plan.paths if os.path.exists(path) or not has_begun]
         folders = paths + find_linked_folders(paths)
         if plan.dry_run or self.is_check:
@@ -468,7 +470,7 @@ class SlurmTraining:
     def run_ranks(self, plan: Plan, folder: StartFolder, ask: Callable[[], None]) -> int:
         """Runs the ranks of all nodes once. Returns the exit code of srun.
 
-        Raises NodeLost if a node is lost while they run.
+        Raises NodeLost if a node is lost while the ranks run.
         """
         folder.remove_outcome()
         nodes = self.choose_nodes()
@@ -533,7 +535,8 @@ class SlurmTraining:
     def remove_lost_node(self, node: str) -> None:
         """Removes a lost node from the job.
 
-        It is called by the threads of NodeWatch, or by this thread if Slurm notices the loss first.
+        This method is called by threads of NodeWatch, or by the main thread if Slurm notices the loss
+        first.
         """
         with self.loss_lock:
             if node in self.pool.left_out:
@@ -701,8 +704,9 @@ class SlurmTraining:
 
 
 def is_being_made(data: str) -> bool:
-    """Returns whether a process of another job is making a token store. Called when this job's own
-    process has ended.
+    """Returns whether a process of another job is making the token store `data`.
+
+    Call this only after this job's own process has ended, because a lease of it would count too.
     """
     return bool(glob.glob(os.path.join(glob.escape(data), ".progress*", "*.lease")))
 

@@ -7,7 +7,7 @@ different names.
     NODE.json       the first failure of a node
     outcome.json    how the training ended
 
-It runs on the cluster's own Python; host.py describes the restrictions.
+This module runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import contextlib
@@ -44,7 +44,10 @@ def local_start_name() -> str:
 
 
 class StartFolder:
-    """The folder of one start. is_scratch: whether the run folder is temporary and removed with it."""
+    """The folder of one start.
+
+    is_scratch: whether the run folder is temporary, so that `remove` removes the run folder too.
+    """
 
     def __init__(self, run_folder: str, name: str, is_scratch: bool = False) -> None:
         self.run_folder = run_folder
@@ -103,8 +106,9 @@ class StartFolder:
     def find_killed_starts(self) -> List[str]:
         """Returns the folders of starts that were killed.
 
-        For a job, these are its earlier starts. Outside of Slurm, these are starts by processes of
-        this machine that have ended.
+        In a job, these are all folders of starts of this job, because earlier starts have ended.
+        Outside of Slurm, these are the folders of starts by processes of this machine that have
+        ended.
         """
         job, _, _ = self.name.rpartition(".")
         if job:

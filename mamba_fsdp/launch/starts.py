@@ -1,6 +1,6 @@
 """Runs the ranks of a training, and restarts them after failures that a restart can fix.
 
-It runs on the cluster's own Python; host.py describes the restrictions.
+This module runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 from typing import Callable, Dict

@@ -1,6 +1,6 @@
 """Runs the commands of a job one after the other, and reacts to signals while they run.
 
-It runs on the cluster's own Python; host.py describes the restrictions.
+This module runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Callable, Dict, Iterator, List, Optional, Sequence, TypeVar
 T = TypeVar("T")
 
 RETRY_SECONDS = 2.0
-SIGNAL_POLL_SECONDS = 1.0  # delay of a signal that does not interrupt a system call
+SIGNAL_POLL_SECONDS = 1.0  # longest delay of a signal that does not interrupt a system call
 STORAGE_TIMEOUT_SECONDS = 10.0  # time limit for a write that hangs when the job ends
 
 
@@ -51,7 +51,9 @@ class Supervisor:
         self.has_lost_node = False
 
     def listen(self, handlers: Dict[int, Callable[[int], None]]) -> None:
-        """Installs the signal handlers, {signal: function of the signal's number}."""
+        """Installs signal handlers. handlers: {signal: function that is called with the signal's
+        number}.
+        """
 
         def as_handler(handle: Callable[[int], None]) -> Callable[[int, Optional[FrameType]], None]:
             return lambda number, frame: handle(number)
@@ -217,8 +219,8 @@ def stop_file_writer(file: str, text: Callable[[], str]) -> Iterator[Callable[[]
     """Yields a function that writes a file in a thread. The file is removed at the end of the
     `with` block.
 
-    Writing is retried until it succeeds, because the storage can fail temporarily. text: returns
-    the content.
+    Writing is retried until it succeeds, because the storage can fail temporarily. text: a function
+    that returns the content of the file.
     """
     over = threading.Event()
     threads: List[threading.Thread] = []

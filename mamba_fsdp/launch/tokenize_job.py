@@ -3,7 +3,7 @@ with this program.
 
     python3 mamba_fsdp/launch/tokenize_job.py INPUT [OUT] [--OPTION=VALUE ...]
 
-It runs on the cluster's own Python; host.py describes the restrictions.
+This module runs on the cluster's own Python; host.py describes the restrictions.
 """
 
 import os
@@ -115,7 +115,7 @@ def folders_to_mount(args: List[str]) -> List[str]:
         path = os.path.abspath(begin)
         while not os.path.exists(path):
             path = os.path.dirname(path)
-        if path != "/":  # such as the value in --delimiter=/
+        if path != "/":  # the "/" of --delimiter=/ is not a folder
             folders.append(path)
     return folders + find_linked_folders(named)
 

@@ -1,7 +1,8 @@
 """Handles a node's signals in a thread, so that torchrun's agent does not receive them.
 
-The agent would kill the ranks 30 s after a request to stop, even while they write a checkpoint. If
-one rank fails, the other ranks could wait just as long for it.
+The agent would kill the ranks 30 s after a request to stop, even while they write a checkpoint.
+After a rank has failed, the agent would also wait up to 30 s before it kills the other ranks, which
+often can't exit by themselves because they wait for the failed rank.
 """
 
 import contextlib

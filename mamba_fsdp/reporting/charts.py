@@ -59,8 +59,8 @@ def make_figure(runs: Sequence[RunSummary], tokenizers_differ: bool = False) -> 
 def list_charts(runs: Iterable[RunSummary]) -> list[str]:
     """Returns the metrics to draw. A metric and its validation share a chart.
 
-    Omits metrics that are always 0, and metrics that equal an earlier one, such as the speed per device of a run on a
-    single device.
+    Omits EXCLUDED_METRICS, metrics whose name begins with source_, metrics that are always 0, and metrics that equal an
+    earlier one, such as the speed per device of a run on a single device.
     """
     charts = []
     for run in runs:

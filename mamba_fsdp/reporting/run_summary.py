@@ -36,7 +36,7 @@ class RunSummary:
     settings: dict[str, Any]  # {section.name: value}
     events: list[dict]
     # status: see read_status. last: the latest value of each metric. best: the metrics entry of the best validation.
-    # samples: {step: texts}. checkpoints: the list of steps.
+    # samples: {step: texts}. checkpoints: the list of their steps.
     other_records: dict[str, Any]
 
     def restarts(self) -> list[dict]:
@@ -59,7 +59,7 @@ class RunSummary:
 
     @cached_property
     def progress(self) -> dict[str, np.ndarray]:
-        """Returns {steps, tokens, hours}: the position of the run at each report, beginning with 0.
+        """Returns three arrays, {"steps", "tokens", "hours"}: how far the run was at each report. Each array begins with 0.
 
         The hours include only training, without validations and saves.
         """
@@ -81,7 +81,10 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
 
 
 def summarise_run(folder: Path, name: str) -> RunSummary:
-    """Reads the records of the run in `folder`. Raises UserError if metrics.jsonl has no entries."""
+    """Reads the records of the run in `folder`. Raises UserError if metrics.jsonl has no entries or can't be read.
+
+    name: the name of the run in the report.
+    """
     entries = read_entries(folder / METRICS)
     if not entries:
         raise UserError(

@@ -86,7 +86,7 @@ def newest_step(run: str | Path) -> int:
 def list_unfinished(run: Path) -> list[Path]:
     """Returns the folders of checkpoints that are being saved now, or that a killed run left unfinished.
 
-    They are in the staging folders of leases, see lease.py.
+    These folders are in the staging folders of the run's lease, see lease.py.
     """
     own = list_temporary_paths(run / LEASE)
     return sorted(folder / name for folder in own for name in list_names(folder) if step_of(name))

@@ -151,7 +151,8 @@ class Lease:
             self.check_unused(remedy)
 
     def check_unused(self, remedy: str) -> None:
-        """Raises UserError, with `remedy` at the end of the message, if the holder renews the lease."""
+        """Waits for at most EXPIRY_SECONDS. Raises UserError, with `remedy` at the end of the message, as soon as the holder
+        renews the lease."""
         holder = self.read_snapshot()
         if self.is_renewed():
             raise UserError(f"{self.target} is in use by {holder}; {remedy}")
@@ -175,7 +176,7 @@ class Lease:
         self.renewal = threading.Thread(target=self._renew, name="lease", daemon=True)
         self.renewal.start()
         size = size_of(self.staging)
-        for name in list_names(self.staging):  # there are none if the lease is lost already
+        for name in list_names(self.staging):  # the list is empty if the lease is lost already
             delete(self.staging / name)
         if size:
             report(
@@ -186,7 +187,7 @@ class Lease:
     def _claim(self, content: bytes) -> bool:
         """Creates the lease file if it does not exist. Returns whether this process owns the lease.
 
-        If it does, all other staging folders have been moved into its own.
+        If the result is true, all other staging folders have been moved into the staging folder of this process.
         """
         # Create the staging folder before reading the lease. If another process acquires the lease later, it moves this
         # folder away. Our renames are then based on an outdated snapshot, and fail.
@@ -248,7 +249,7 @@ class Lease:
         Call it before writing to files that can't be renamed into place. A process that is suspended right after this
         check can still write once after it has lost the lease.
 
-        trying: runs the check, by default with retries.
+        trying: a function that is called like retry_io and reads the lease file. By default, transient errors are retried.
         """
         try:
             snapshot = trying(self._read_snapshot_in_folder, self.file)

@@ -22,8 +22,8 @@ METRICS = "metrics.jsonl"
 STEPS = "steps.jsonl"  # loss and gradient norm of every step, in full precision
 EVENTS = "events.jsonl"  # starts, ends, checkpoints and faults, over all restarts
 NODES = "nodes.jsonl"  # nodes that were lost or sick, see run/node_record.py
-KERNELS = "kernels.json"  # the selected backends on a GPU, see trainer/kernel_selection.py
-CACHES = ".cache"  # a folder next to the run folders
+KERNELS = "kernels.json"  # the operators' backends on a GPU, see trainer/kernel_selection.py
+CACHES = ".cache"  # the folder of compiled kernels, next to the run folders
 STATUS = "status.json"
 STARTING_REASON = "starting"  # the reason of the status `running` before the first step of a start
 LEASE = "lease.json"
@@ -52,7 +52,7 @@ TENSORBOARD = "tensorboard"
 WANDB_ID = "wandb_id"
 REPORT = "report.html"
 TASK_RESULTS = "lm_eval_{}.json"  # results of lm-evaluation-harness; {} is the time of writing
-EVALUATIONS = "evaluations"  # the folder of `evaluate --follow`, see inference/following.py
+EVALUATIONS = "evaluations"  # the results of `evaluate --follow`, see inference/following.py
 
 
 def step_of(name: str) -> Optional[int]:
@@ -69,7 +69,7 @@ def committed_names(
     """Returns the names of the committed checkpoints in a folder, oldest first; [] if the folder does not exist.
 
     Their files are not verified. list_names: lists the names in a folder. is_there: returns whether a file exists.
-    Raises the OSErrors of both.
+    If one of the two functions raises another OSError, it is raised.
     """
     try:
         names = list_names(checkpoints)

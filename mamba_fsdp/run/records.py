@@ -32,7 +32,7 @@ from mamba_fsdp.text import utc_timestamp
 
 T = TypeVar("T")
 Write = Callable[[Path, str | bytes], object]  # replaces a file, see write_for_user
-OTHER_RANK_REASON = "requested on another rank"  # the stop reason if rank 0 itself was not asked
+OTHER_RANK_REASON = "requested on another rank"  # the stop reason if rank 0 did not get the request
 END_EVENTS = ("stopped", "finished", "failed")  # the events that end a start
 MAX_INTEGER = 1 << 63  # larger integers are ignored, because other programs can't represent them
 
@@ -181,7 +181,7 @@ def _parse_entry(line: bytes) -> dict | None:
 
 
 def _lines_up_to(path: Path, step: int) -> bytes:
-    """Returns the content of a file of JSON lines up to the first entry after `step`."""
+    """Returns the content of a file of JSON lines before the first entry after `step`."""
     size = 0
     for entry, end in iterate_entries(path):
         if entry["step"] > step:
@@ -201,7 +201,8 @@ def latest_values(run_folder: Path) -> dict[str, Any]:
 def flatten_numbers(entry: dict) -> dict[str, Any]:
     """Returns {metric: value} of an entry in metrics.jsonl, without its step.
 
-    The number of a source has a name like `source_epochs/code`. A number that is not finite is None.
+    If the entry has a value for each data source, the name of the source follows the name of the metric, as in
+    `source_epochs/code`. A value that is not finite is None.
     """
     flat: dict[str, Any] = {}
     for name, value in entry.items():
@@ -283,8 +284,8 @@ def repair_status(run_folder: Path, stop_reason: str = "") -> dict[str, Any]:
     """Returns the status, see `read_status`, and corrects status.json if the run ended without writing its status.
 
     The file stays as it is if another process has acquired the lease. stop_reason: why somebody killed the run on
-    purpose. If that was before the first step of this start, nothing was lost, and the status becomes `stopped` instead
-    of `failed`.
+    purpose. If the run was killed before the first step of this start, nothing was lost, and the status becomes `stopped`
+    instead of `failed`.
     """
     status = read_status(run_folder)
     lease = Lease(run_folder / LEASE)

@@ -27,15 +27,15 @@ NAMES = (
     "EIO ESTALE ETIMEDOUT ENOTCONN ECONNRESET ECONNABORTED EHOSTDOWN EHOSTUNREACH ENETDOWN "
     "ENETUNREACH EREMOTEIO ENOLINK ESHUTDOWN EAGAIN EINTR"
 )
-# The error numbers of transient errors. Some systems do not define all names.
+# The error numbers of transient errors. For a name that this system does not define, the set contains EIO.
 TRANSIENT_ERRNOS = {getattr(errno, name, errno.EIO) for name in NAMES.split()}
 MISSING_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # ELOOP: links that form a cycle
 MAX_READ = 1 << 30  # the maximal size in bytes of a file to read as a whole
 
 
 def retry_io(action: Callable[..., T], what: str | Path, *inputs: Any) -> T:
-    """Calls `action(*inputs)` and returns its result. After a transient OSError it is called again, so it must be
-    repeatable.
+    """Calls `action(*inputs)` and returns its result. After a transient OSError the action is called again, so it
+    must be repeatable.
 
     what: the file or folder, for messages. Raises StorageError if transient errors last longer than RETRY_SECONDS. Other
     OSErrors are raised immediately.
@@ -242,10 +242,10 @@ def _write_once(file: BinaryIO, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_part(path: Path, start: int, content: bytes | bytearray, is_last: bool) -> None:
-    """Writes `content` into a file from byte `start` on, and returns when it is on the disk. Creates the file if it does not
-    exist.
+    """Writes `content` into a file from byte `start` on, and returns when `content` is on the disk. Creates the file if it
+    does not exist.
 
-    is_last: removes everything after it. Raises StorageError after a minute of retries, and other OSErrors immediately."""
+    is_last: whether to remove everything in the file after `content`. Raises StorageError after a minute of retries, and other OSErrors immediately."""
 
     def write(file: BinaryIO) -> None:
         file.seek(start)
@@ -273,8 +273,8 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: str | Path) -> None:
-    """Flushes the entries of a folder to the disk, so that a rename in it survives a power failure. Does nothing on file
-    systems that do not support it."""
+    """Flushes the entries of a folder to the disk, so that a rename in it survives a power failure. Ignores errors, because
+    some file systems do not support this."""
     with contextlib.suppress(OSError):  # some network file systems do not support fsync on folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -296,8 +296,8 @@ def list_temporary_paths(path: Path) -> list[Path]:
 
 
 def size_of(path: Path) -> int:
-    """Returns the size in bytes of a file, or of all files in a folder. Files that disappear meanwhile are not counted.
-    Raises StorageError after a minute of retries."""
+    """Returns the size in bytes of a file, or of all files in a folder. Files that disappear meanwhile, or that can't be
+    read, are not counted. Raises StorageError after a minute of retries."""
     return retry_io(_size, path, path)
 
 
@@ -366,8 +366,8 @@ def write_atomically(path: str | Path, data: str | bytes, own: Path | None = Non
 
 
 def write_for_user(path: str | Path, data: str | bytes, own: Path | None = None) -> None:
-    """Replaces a file atomically, like write_atomically. Raises UserError if the path can't be written, and StorageError after
-    a minute of retries."""
+    """Replaces a file atomically, like write_atomically, with the same parameters. Raises UserError if the path can't be
+    written, and StorageError after a minute of retries."""
     try:
         write_atomically(path, data, own)
     except OSError as error:

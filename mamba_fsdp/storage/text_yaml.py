@@ -1,5 +1,5 @@
-"""Reads YAML files and keeps scalar values as text. They are parsed later, by the types of the settings that they belong
-to."""
+"""Reads YAML files and keeps scalar values as text. The values are parsed later, by the types of the settings that they
+belong to."""
 
 import re
 from pathlib import Path
@@ -12,9 +12,11 @@ from mamba_fsdp.storage.retry import read_text
 def load_yaml(path: Path, is_own: bool = False) -> dict[str, Any]:
     """Reads a YAML file.
 
-    is_own: whether the file belongs to this program. null then stays text, and the C parser is used; it is ten times faster
-    but crashes on deep nesting, so it is not used for untrusted files. Returns the content with every scalar as text, or
-    None if it is null; {} for an empty file. Raises UserError for a file that can't be read, is not a mapping, or contains a
+    is_own: whether the file is a part of this program. Then null stays text, and the C parser is used. The C parser is ten
+    times faster but crashes on deep nesting, so it is not used for untrusted files.
+
+    Returns the content, or {} for an empty file. Every scalar in the content is text, but if `is_own` is false, null is
+    None. Raises UserError for a file that can't be read, is not a mapping, or contains a
     name twice.
     """
     import yaml

@@ -27,7 +27,7 @@ KINDS: dict[Any, str] = {
 
 
 def at_least(least: int) -> Any:
-    """Returns a dataclass field for whole numbers of at least `least`. Without it, the minimum of a field is 0."""
+    """Returns a dataclass field for whole numbers of at least `least`. Whole numbers in other fields must be at least 0."""
     return field(metadata={"least": least})
 
 
@@ -37,7 +37,7 @@ def from_json(kind: Callable[..., T], value: Any, name: str = "the content", lea
     kind: int, float, str, bool, FileName or Any; `X | None`, list[X] or dict[str, X] with another kind X; or a dataclass with
     fields of these kinds. For a dataclass, the JSON object must have every field without a default, and must not have unknown
     fields, unless the class has the attribute HAS_OTHER_FIELDS. name: describes the value in messages. least: the minimum of
-    a whole number. Raises ValueError if the value has another type.
+    a whole number. Raises ValueError if the value has another type, or is a whole number below `least`.
     """
     if kind is Any:
         return value
@@ -101,8 +101,8 @@ def read_object(path: Path, kind: Any, remedy: str, file_format: Format | None =
     """Reads a JSON object from a file and checks its type.
 
     kind: the expected type, see from_json. remedy: the end of error messages. file_format: the format in the file's header.
-    Raises UserError if the file can't be read or has another type or format, FileNotFoundError, and StorageError after a
-    minute of retries."""
+    Raises FileNotFoundError if the file does not exist, StorageError after a minute of retries, and UserError if the file
+    can't be read or has another type or format."""
     try:
         content = parse_object(read_bytes(path))
         if file_format:
@@ -116,6 +116,6 @@ def read_object(path: Path, kind: Any, remedy: str, file_format: Format | None =
 
 
 def write_object(path: Path, content: dict) -> None:
-    """Writes a JSON object, which read_object reads, with write_atomically. Raises StorageError after a minute of retries, and
-    other OSErrors immediately."""
+    """Replaces a file atomically by a JSON object that read_object can read. Raises StorageError after a minute of retries,
+    and other OSErrors immediately."""
     write_atomically(path, json.dumps(content, indent=1) + "\n")

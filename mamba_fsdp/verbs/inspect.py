@@ -63,7 +63,7 @@ class Options:
 def inspect(path: str | Path, options: Options) -> None:
     """Prints a description of a run, a checkpoint, a model, a token store, or text to import.
 
-    path: its file or folder. Raises UserError if `path` is none of these, or if it is damaged."""
+    path: the file or folder to describe. Raises UserError if `path` is none of these, or if it is damaged."""
     if main(path, options):
         raise UserError(f"{path} is damaged; the lines above describe the damage")
 
@@ -202,7 +202,7 @@ def show_input(place: PathInfo) -> None:
     """Prints the input that get_dataset.py would read, its first document, and the command that imports it."""
     from mamba_fsdp.importing.reading import Share, read_batches  # imports datasets, which is slow
 
-    # Missing files are then listed instead of an error.
+    # With skip_unreadable, missing files are listed below instead of raising an error.
     options = DatasetConfig(skip_unreadable=True)
     left_out = LeftOut()
     files = find_files(str(place.path), options, left_out)

@@ -121,8 +121,8 @@ def main(*name: str, options: PlanConfig, **settings_by_name: Any) -> int:
 
 
 def read_name(name: str, options: PlanConfig) -> str:
-    """Returns the setting that the first argument gives. Raises UserError if it is data instead of a model, or a model
-    instead of data."""
+    """Returns the name of the setting whose value is the first argument `name`: dataset_path with --hours, otherwise
+    model_name. Raises UserError if `name` is data instead of a model, or a model instead of data."""
     if not options.hours:
         if exists(name):
             raise UserError(_not_a_model_message(name))
@@ -135,7 +135,7 @@ def read_name(name: str, options: PlanConfig) -> str:
 
 
 def show_training(settings: TrainConfig, options: PlanConfig, machine: Instance | None) -> int:
-    """Prints the estimates of one training. Returns the exit code: whether it fits."""
+    """Prints the estimates of one training. Returns the exit code: 0 if the training fits into memory, otherwise 1."""
     # Importing torch takes seconds; mistakes in the arguments are reported before.
     from mamba_fsdp.planning.estimate import best_estimate, estimate, local_machine
 
@@ -183,8 +183,10 @@ def find_data(
     """Finds the training data for --hours.
 
     args: {name: text} of the settings on the command line. tokens: the number of tokens of data that does not exist yet,
-    or 0 if it exists. Returns (`args` with the settings that follow from the data, number of tokens). Raises UserError if
-    there is no data, or if `args` contains a setting that --hours chooses."""
+    or 0 if it exists. Returns (`args` with the settings that follow from the data, number of tokens of the data).
+
+    Raises UserError if `args` contains a setting that --hours chooses, if the model's preset has other fixed widths, and
+    unless exactly one of the data and `tokens` is given."""
     for name in CHOSEN_SETTINGS & args.keys():
         raise UserError(f"{name}: plan chooses it with --hours; leave it out")
     model_name = settings.model.model_name
@@ -217,7 +219,7 @@ def show_sizes(
     """Prints three model sizes that can be trained in the available time.
 
     args: {name: text} of the settings. config: the settings file. data_tokens: the number of tokens of the data. described:
-    the machine, or None for this machine."""
+    the machine that the options describe, or None for this machine."""
     from mamba_fsdp.planning.estimate import local_machine
     from mamba_fsdp.planning.sizes import Budget, plan_sizes, report_sizes
     from mamba_fsdp.trainer.run import measure_tokens_per_second
@@ -348,8 +350,9 @@ def expect_failures(
 def measured_seconds(run: Path) -> dict[str, float]:
     """Returns the fields of Costs that a run has measured. Raises UserError if it has recorded no saves."""
     events = read_events(run)
-    # Only events of saves have "seconds". Leave out the last save of a start, and a save from which a later start resumed: the
-    # metrics do not contain the time that training waited for them. Their steps have other events too.
+    # Only events of saves have "seconds". Leave out the last save of a start, and a save from which a later start resumed,
+    # because the metrics do not contain the time that training waited for these saves. They are recognised by their steps,
+    # which have other events too.
     ends = {event["step"] for event in events if "seconds" not in event}
     writes = [
         event["seconds"] for event in events if "seconds" in event and event["step"] not in ends

@@ -94,7 +94,8 @@ def find_mistake(settings: TrainConfig) -> str:
             )
         if machine.is_first_node():  # the content is the same on all nodes
             check_inputs(settings)
-        # One checkpoint more than it keeps: the oldest one is only removed after the newest one has been committed.
+        # A run needs space for one checkpoint more than it keeps, because it removes the oldest one only after it has
+        # committed the newest one.
         check_space(settings, settings.checkpoint.keep_checkpoints + 1)
     except StorageError:
         raise
@@ -104,8 +105,10 @@ def find_mistake(settings: TrainConfig) -> str:
 
 
 def test_kernels(run: Path, settings_file: Path) -> int:
-    """Tests on each GPU of this node the kernels that the run has chosen. Returns the exit code. Raises UserError if one is
-    wrong; without a GPU, or before the run has chosen, nothing is tested."""
+    """Tests the kernels that the run has chosen, on each GPU of this node, and returns 0. Raises UserError if a kernel is
+    wrong. Tests nothing without a GPU, or if the run has not chosen its kernels yet.
+
+    run: the run folder. settings_file: see `report`."""
     if not machine.count_assigned_gpus():
         return 0
     from mamba_fsdp.trainer.kernel_selection import test_node_kernels

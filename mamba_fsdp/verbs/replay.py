@@ -40,7 +40,7 @@ def main(run: str, options: Options) -> None:
     try:
         replay(Path(run), options.from_, options.steps)
     except DifferenceError:
-        # All ranks find the difference. Rank 0 reports it; when it ends, torchrun ends the other ranks.
+        # All ranks find the difference. Rank 0 reports it and exits. Torchrun then ends the other ranks.
         if not is_first:
             time.sleep(OTHER_RANKS_DELAY)
         raise
