@@ -1,20 +1,22 @@
 #!/usr/bin/env bash
-# Run the tests: makes the environment it needs, runs all that this machine can run, and ends with how many passed, failed
-# and were skipped, and why.
+# Runs the tests. Makes the environment that they need, runs all tests that this machine can run, and prints how many have
+# passed, failed and been skipped, with the reasons.
 #
-#   tests/run.sh                    everything
-#   tests/run.sh --quick            what takes 90 seconds together on two quiet cores
-#   tests/run.sh --slow             only the rest
-#   tests/run.sh --stack torch2.2   the tests of the pinned stack, in an environment of its own (.venv-torch2.2)
+#   tests/run.sh                    all tests
+#   tests/run.sh --quick            the tests that together take 90 seconds on two idle cores
+#   tests/run.sh --slow             only the other tests
+#   tests/run.sh --stack torch2.2   the tests of the pinned stack, in a separate environment (.venv-torch2.2)
 #
-# Further words go to pytest, as in tests/run.sh tests/model -k tied. Larger than by default, as environment variables:
-# KILLS=60 KILL_STORMS=3 KERNEL_GATES=all STORM_ROUNDS=200 FROZEN_STORM=all FUZZ_ROUNDS=2000;
-# HYPOTHESIS_PROFILE=random draws anew. With TEST_RECORDS=FOLDER the counts are left there, and .ci/run sums them up.
+# Further arguments are passed to pytest, for example tests/run.sh tests/model -k tied. These environment variables make
+# some tests larger: KILLS=60 KILL_STORMS=3 KERNEL_GATES=all STORM_ROUNDS=200 FROZEN_STORM=all FUZZ_ROUNDS=2000.
+# HYPOTHESIS_PROFILE=random tests other random examples. With TEST_RECORDS=FOLDER, the results are written to this folder
+# instead of a summary, and .ci/run summarizes them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 stack=cpu venv=.venv
-# Four tests at a time also on two cores, since many mostly wait; not among the quick ones, which compute.
+# Four tests run at the same time even on two cores, because many tests mostly wait. The quick tests mostly compute, so
+# only two of them run at the same time.
 workers=4 quick=0 speed='' order=--no-loadscope-reorder
 while [ $# -gt 0 ]; do
     case $1 in
@@ -27,7 +29,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-# budget: the seconds that all its tests may take on two quiet cores, while the other stack's run in .ci/run.
+# budget: the time limit in seconds of all tests of a stack on two idle cores, while .ci/run also runs the other stack.
 case $stack in
 cpu) marks='not pinned' budget=800 ;;
 torch2.2) venv=.venv-torch2.2 marks='(torch22 or pinned)' budget=900 ;;
@@ -35,8 +37,9 @@ torch2.2) venv=.venv-torch2.2 marks='(torch22 or pinned)' budget=900 ;;
 esac
 [ $quick = 0 ] || budget=90
 
-# The kernels in a second call, beside a Triton that interprets them, for the cpu stack only: it compiles them by the
-# pinned stack's Triton too. Which of the words belong to which call:
+# The tests of the kernels run in a second call of pytest, with a Triton that interprets the kernels. Only the cpu stack
+# has this second call, and its tests also compile the kernels with the Triton of the pinned stack. The loop decides to
+# which of the two calls each argument is passed.
 words=() kernels=() paths='' empty=()
 for word in "$@"; do
     case ${word#./} in
@@ -45,29 +48,31 @@ for word in "$@"; do
     tests/*) paths+=' tests'; words+=("$word") ;;
     *) words+=("$word"); kernels+=("$word") ;;
     esac
-    case $word in -k* | -m*) empty=(--may-be-empty) ;; esac # these may be for the other call
+    case $word in -k* | -m*) empty=(--may-be-empty) ;; esac # they can select no test in one of the two calls
 done
 if [ -z "$paths" ]; then
     paths=tests
-    if [ $quick = 0 ]; then # of the kernels' tests none is quick
+    if [ $quick = 0 ]; then # no test of the kernels is quick
         paths='tests kernels' kernels=(tests/kernels "${kernels[@]}")
     fi
 fi
 
 VENV=$venv ./0.create_env.sh --stack "$stack" --dev
-# Else each of a thousand processes compiles all of torch that it imports, which takes longer than the import:
+# Otherwise each of a thousand processes would compile the modules of torch that it imports, which takes longer than the
+# import itself.
 unset PYTHONDONTWRITEBYTECODE
 "$venv/bin/python" -m compileall -q mamba_fsdp
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # spinning threads of many processes on few cores slow each other down
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # threads that spin in many processes would slow each other down
 export MAMBA_FSDP_TEST_STACK=$stack
 records=${TEST_RECORDS:-$(mktemp -d)}
 [ -n "${TEST_RECORDS:-}" ] || trap 'rm -rf "$records"' EXIT
 
 parts=()
-run_part() { # its name, the seconds it may take, words for pytest. Fails after an interrupt.
+# Runs one call of pytest. Arguments: its name, its budget in seconds, arguments for pytest. Fails if it was interrupted.
+run_part() {
     local began=$SECONDS status=0 record=$records/$stack-$1
     parts+=("$stack/$1")
-    # The tests of one file one after the other, and the files in the order of tests/conftest.py.
+    # All tests of a file run in one worker, and the files in the order of tests/conftest.py.
     "$venv/bin/python" -m pytest -n "$workers" --dist loadfile "$order" -r fE --junitxml="$record.xml" \
         -o junit_family=xunit1 -m "$marks$speed" "${@:3}" || status=$?
     echo "$status $((SECONDS - began)) $2" >"$record.end"

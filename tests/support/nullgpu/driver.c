@@ -1,6 +1,6 @@
-/* CUDA's driver (libcuda.so.1) for a GPU that computes nothing: Triton opens it to load the kernels that it has compiled
-   and to launch them. Its state is runtime.c's. A kernel that is given a pointer into the host's pageable memory fails, as
-   with NVIDIA's driver. */
+/* CUDA's driver (libcuda.so.1) for a GPU that computes nothing. Triton uses it to load and launch the kernels that
+   it has compiled. The state of the device is in runtime.c. As with NVIDIA's driver, a launch fails if an argument points to
+   pageable memory of the host. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,10 +14,10 @@
 
 #define SHARED_WITHOUT_ASKING 49152
 
-/* A kernel that was loaded. */
+/* A loaded kernel. */
 struct CUfunc_st {
     char name[256];
-    size_t shared_allowed; /* bytes of shared memory that it may be launched with */
+    size_t shared_allowed; /* the largest shared memory of a launch, in bytes */
 };
 
 CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
@@ -57,7 +57,7 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
     case CU_DEVICE_ATTRIBUTE_CLOCK_RATE: *value = 1755000; break;
     case CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: *value = 2619000; break;
     case CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: *value = 5120; break;
-    default: *value = 1; /* of a feature: it is there */
+    default: *value = 1; /* all other attributes are features, which the device has */
     }
     return CUDA_SUCCESS;
 }
@@ -90,7 +90,7 @@ CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned count,
     return cuModuleLoadData(module, image);
 }
 
-/* From a file, as torch's compiler loads its own kernels. */
+/* torch's compiler loads its kernels from files. */
 CUresult cuModuleLoad(CUmodule *module, const char *file) { return cuModuleLoadData(module, file); }
 
 CUresult cuModuleUnload(CUmodule module) {
@@ -106,7 +106,7 @@ CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *
 }
 
 CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
-    *value = 0; /* no spilled registers, no static shared memory */
+    *value = 0; /* kernels have no spilled registers and no static shared memory */
     if (attribute == CU_FUNC_ATTRIBUTE_NUM_REGS)
         *value = 128;
     if (attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)
@@ -158,7 +158,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
                           extra);
 }
 
-/* ---------------------------------------------------------------------------------------------- what Triton links but does not call */
+/* ---------------------------------------------------------------------------------------------- functions that Triton links but does not call */
 
 CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t bytes) { return CUDA_ERROR_NOT_SUPPORTED; }
 CUresult cuMemFree_v2(CUdeviceptr pointer) { return CUDA_ERROR_NOT_SUPPORTED; }

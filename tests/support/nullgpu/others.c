@@ -1,11 +1,12 @@
-/* cuBLAS, cublasLt and what is missing of NVIDIA's other libraries, for a GPU that computes nothing: the functions that
-   answer something. The others, products and solutions, count as a call and do nothing; build.py writes them by their names. */
+/* cuBLAS, cublasLt and NVRTC for a GPU that computes nothing. This file contains the functions that create
+   handles, set options or return results. build.py generates all other functions, such as matrix products, and the
+   functions of NVIDIA's other libraries that are not installed. The generated functions only count their calls. */
 #include <stddef.h>
 
 #include "cuda_runtime_api.h"
 #include "device.h"
 
-static int handle; /* stands for all handles and descriptions */
+static int handle; /* all handles and descriptors point to it */
 
 #define MAKES_A_HANDLE(name)                                                                                           \
     int name(void **made) {                                                                                            \
@@ -41,7 +42,7 @@ DOES_NOTHING(cublasLtMatmulPreferenceDestroy)
 DOES_NOTHING(cublasLtMatmulPreferenceSetAttribute)
 DOES_NOTHING(cublasLtMatrixLayoutDestroy)
 
-/* The one choice of an algorithm: there is one. */
+/* Returns one algorithm, because torch needs at least one. */
 int cublasLtMatmulAlgoGetHeuristic(void *lt, void *operation, void *a, void *b, void *c, void *d, void *preference,
                                    int wanted, void *results, int *found) {
     *found = 1;

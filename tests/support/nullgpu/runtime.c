@@ -1,13 +1,13 @@
-/* CUDA's runtime (libcudart) for a GPU that computes nothing: preloaded, it answers in place of NVIDIA's library.
+/* CUDA's runtime (libcudart) for a GPU that computes nothing. It is preloaded, and replaces NVIDIA's library.
 
-   The device's memory is host memory. Kernels do nothing, and neither do copies within the device. Copies between host and
-   device are real, and as late as CUDA allows: a copy from or to pinned memory is made when somebody waits for it, so
-   that bytes which are read too early, or changed too early, are the wrong ones. See README.md.
+   The memory of the device is host memory. Kernels and copies within the device do nothing. Copies between host and
+   device are real, and are made as late as CUDA allows: a copy from or to pinned memory is made when the program waits
+   for it. A program that reads or changes the bytes too early therefore gets wrong values. See README.md.
 
-   Read from the environment, once:
-     NULLGPU_ARCHITECTURE=80    sm_80 in place of sm_90
-     NULLGPU_DEVICES=2          so many devices; a process uses one
-     NULLGPU_MEMORY=BYTES       of the device, in place of the card's
+   These environment variables are read once:
+     NULLGPU_ARCHITECTURE=80    the device is an sm_80 instead of an sm_90
+     NULLGPU_DEVICES=2          the number of devices; a process uses one of them
+     NULLGPU_MEMORY=BYTES       the memory of the device, instead of the memory of the card
      NULLGPU_LOST=N             every call fails from the N-th launch on
      NULLGPU_HANG=N             the N-th launch never ends */
 #define _GNU_SOURCE
@@ -28,7 +28,7 @@
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* ---------------------------------------------------------------------------------------------- what it is told to be */
+/* ---------------------------------------------------------------------------------------------- the simulated card */
 
 static const struct limits CARDS[] = {
     {90, "NVIDIA H100 80GB HBM3", 132, 232448, 233472, 80ul << 30},
@@ -67,19 +67,19 @@ static size_t total_memory(void) {
 /* ---------------------------------------------------------------------------------------------- counters */
 
 static long counters[COUNTERS];
-static size_t bytes_of[4]; /* by kind of memory */
+static size_t bytes_of[4]; /* the bytes in use of each kind of memory */
 
 void nullgpu_count(enum counter counter, long by) {
     __atomic_add_fetch(&counters[counter], by, __ATOMIC_RELAXED);
 }
 
-/* For ctypes: a counter by its number in `enum counter`, and bytes by `enum memory`. */
+/* Tests call these two functions with ctypes. The arguments are values of `enum counter` and `enum memory`. */
 long nullgpu_counter(int counter) { return counters[counter]; }
 long nullgpu_bytes(int kind) { return (long)bytes_of[kind]; }
 
 /* ---------------------------------------------------------------------------------------------- errors */
 
-/* CUDA keeps the last error of a thread until somebody asks for it; a lost device stays lost. */
+/* CUDA keeps the last error of a thread until cudaGetLastError is called. A lost device stays lost. */
 static __thread cudaError_t last_error = cudaSuccess;
 static int is_lost = 0;
 
@@ -88,7 +88,7 @@ static cudaError_t fail(cudaError_t error) {
     return error;
 }
 
-/* Every call begins with this. */
+/* Every function that uses the device begins with this macro. */
 #define FAIL_IF_LOST                                                                                                   \
     if (is_lost)                                                                                                       \
     return fail(cudaErrorLaunchFailure)
@@ -176,7 +176,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
     case cudaDevAttrMaxThreadsPerBlock: *value = MOST_THREADS; break;
     case cudaDevAttrComputeCapabilityMajor: *value = limits->architecture / 10; break;
     case cudaDevAttrComputeCapabilityMinor: *value = limits->architecture % 10; break;
-    default: *value = 1; /* of a feature: it is there */
+    default: *value = 1; /* all other attributes are features, which the device has */
     }
     return cudaSuccess;
 }
@@ -211,7 +211,7 @@ struct block {
 static struct block *blocks = NULL;
 static size_t block_count = 0, block_room = 0;
 
-/* These five are called with the lock held. */
+/* The following five functions are called with the lock held. */
 
 static void add_block(void *start, size_t bytes, enum memory kind) {
     if (block_count == block_room) {
@@ -222,7 +222,7 @@ static void add_block(void *start, size_t bytes, enum memory kind) {
     bytes_of[kind] += bytes;
 }
 
-/* Returns the block that starts there and forgets it; one of no bytes if there is none of this kind. */
+/* Removes the block of this kind that begins at `start`, and returns it. Returns a block of 0 bytes if none does. */
 static struct block take_block(void *start, enum memory kind) {
     for (size_t i = 0; i < block_count; i++)
         if (blocks[i].start == start && blocks[i].kind == kind) {
@@ -264,12 +264,12 @@ enum memory nullgpu_memory_of(const void *pointer) {
 cudaError_t cudaMalloc(void **pointer, size_t bytes) {
     FAIL_IF_LOST;
     *pointer = NULL;
-    if (!bytes) /* as CUDA does */
+    if (!bytes) /* CUDA also returns NULL without an error */
         return cudaSuccess;
     pthread_mutex_lock(&lock);
     int fits = bytes_of[DEVICE] + bytes <= total_memory();
     void *start = MAP_FAILED;
-    if (fits) /* pages that nobody writes take no memory */
+    if (fits) /* the host provides a page only when it is written */
         start = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start != MAP_FAILED)
         add_block(start, bytes, DEVICE);
@@ -287,7 +287,7 @@ cudaError_t cudaFree(void *pointer) {
     if (!pointer)
         return cudaSuccess;
     pthread_mutex_lock(&lock);
-    run_all(); /* as CUDA does, it waits for what may still use it */
+    run_all(); /* like CUDA, waits for all work that can still use the memory */
     struct block block = take_block(pointer, DEVICE);
     pthread_mutex_unlock(&lock);
     if (!block.bytes)
@@ -363,24 +363,24 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
     return cudaSuccess;
 }
 
-/* ---------------------------------------------------------------------------------------------- work in order
+/* ---------------------------------------------------------------------------------------------- the queue of work
 
-   All work of all streams is one queue, in the order in which it was asked for. Whoever waits for a piece of it has all
-   that came before it done: an order that CUDA too might have chosen. Only copies between host and device do anything.
-   From the launch that hangs on, nothing is done any longer. */
+   The work of all streams is in one queue, in the order of the calls. A program that waits for a piece of work makes
+   the queue do this piece and all earlier ones. CUDA could choose the same order. Only copies between host and device
+   have an effect. After a launch that hangs, no further work is done. */
 
 struct work {
     void *to;
-    const void *from; /* NULL: nothing to do */
+    const void *from; /* NULL if the work has no effect */
     size_t bytes;
 };
 
 static struct work *queue = NULL;
 static size_t queue_room = 0;
-static long asked = 0, done = 0; /* pieces of work so far */
-static long hanging = -1;        /* the piece that never ends */
+static long asked = 0, done = 0; /* how many pieces of work were requested and done so far */
+static long hanging = -1;        /* the index of the piece that never ends, or -1 */
 
-/* These three are called with the lock held. */
+/* The following three functions are called with the lock held. */
 
 static void ask(struct work work) {
     size_t waiting = asked - done;
@@ -392,7 +392,7 @@ static void ask(struct work work) {
     asked++;
 }
 
-/* Does the work up to piece `last`. Returns whether it came so far. */
+/* Does the first `last` pieces of work. Returns whether it has done them all. */
 static int run_until(long last) {
     long end = last;
     if (hanging >= 0 && end > hanging)
@@ -410,7 +410,7 @@ static int run_until(long last) {
 
 static void run_all(void) { run_until(asked); }
 
-/* Waits for the work up to piece `last`: for good if it hangs. */
+/* Waits until the first `last` pieces of work are done. Never returns if one of them hangs. */
 static cudaError_t await(long last) {
     FAIL_IF_LOST;
     nullgpu_count(WAITS, 1);
@@ -427,7 +427,7 @@ static cudaError_t look(long last) {
     pthread_mutex_lock(&lock);
     int is_done = run_until(last);
     pthread_mutex_unlock(&lock);
-    return is_done ? cudaSuccess : cudaErrorNotReady; /* which is no error that stays */
+    return is_done ? cudaSuccess : cudaErrorNotReady; /* not kept as the last error */
 }
 
 static cudaError_t copy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, int waits) {
@@ -456,14 +456,14 @@ cudaError_t cudaMemcpyPeerAsync(void *to, int device, const void *from, int peer
 }
 
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
-    FAIL_IF_LOST; /* a fill computes, so it does nothing */
+    FAIL_IF_LOST; /* a fill is a computation, so it has no effect */
     return cudaSuccess;
 }
 
 /* ---------------------------------------------------------------------------------------------- streams and events */
 
 struct CUevent_st {
-    long last; /* the work that it stands for */
+    long last; /* the event is complete when this many pieces of work are done */
 };
 
 struct CUstream_st {
@@ -502,11 +502,11 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return await(asked); }
 cudaError_t cudaDeviceSynchronize(void) { return await(asked); }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
-    FAIL_IF_LOST; /* the queue is in order anyway */
+    FAIL_IF_LOST; /* no wait is needed, because there is only one queue */
     return cudaSuccess;
 }
 
-/* Nothing is captured into a graph. */
+/* CUDA graphs are not simulated, so no stream is capturing. */
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
     *status = cudaStreamCaptureStatusNone;
@@ -610,7 +610,7 @@ cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void *
     return nullgpu_launch(TORCH_LAUNCHES, "a kernel of torch", of_grid, of_block, shared);
 }
 
-/* What nvcc 13 writes in place of cudaLaunchKernel. */
+/* Code compiled by nvcc 13 calls these two functions instead of cudaLaunchKernel. */
 
 cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
     *kernel = (cudaKernel_t)function;

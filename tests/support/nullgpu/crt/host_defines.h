@@ -1,4 +1,5 @@
-/* NVIDIA ships this header apart from the runtime's own. Those need these words of it, which say nothing to a C compiler. */
+/* NVIDIA's packages contain this header separately from the headers of the runtime. The headers of the runtime need these
+   macros, which have no effect in C, except for the alignment. */
 #define CUDARTAPI
 #define CUDARTAPI_CDECL
 #define CUDART_CB
