@@ -1,7 +1,7 @@
 """Measures the cost of a checkpoint for many ranks: `python -m benchmarks.checkpoint_scale PRESET [--ranks=1024]`.
 
 The code of rank 0 saves and commits a checkpoint, and finds it again. The other ranks are replaced by the reports that they
-would send, computed for rows that are fully sharded. The files have the right sizes but no content.
+would send if the parameters were split by rows over all ranks. The files have the right sizes but no content.
 """
 
 import math
@@ -89,7 +89,8 @@ class Many(World):
 
 
 def measure(config, ranks):
-    """Returns {name: number} for a save, its commit, and finding the checkpoint again, on rank 0 of `ranks` ranks."""
+    """Measures how rank 0 of `ranks` ranks saves and commits a checkpoint, and how it finds the checkpoint again. Returns
+    {name: number}."""
     spec = parameters(config)
     others = [file_of(spec, rank, ranks) for rank in range(1, ranks)]
     own = file_of(spec, 0, ranks)

@@ -35,8 +35,8 @@ SHAPE = {"batch_size": 2, "seq_length": 4096, "global_batch_size": 0, "recipe": 
 
 
 def counted_step(settings: TrainConfig, layers: int) -> Callable[[], torch.Tensor]:
-    """Returns a function that takes a step of a model with `layers` layers, and returns the number of launches so far, by
-    kind."""
+    """Returns a function that takes a step of a model with `layers` layers. This function returns the numbers of launches in
+    this process so far: of torch, of Triton and of cuBLAS."""
     library = ctypes.CDLL(os.environ["LD_PRELOAD"])
     step = our_step(settings, torch.device("cuda"), n_layer=layers)
     tokens = torch.zeros(SHAPE["batch_size"], SHAPE["seq_length"] + 1, dtype=torch.long).cuda()

@@ -24,7 +24,7 @@ class Step(NamedTuple):
     returned: Any  # return value of the step
 
 
-# Contains the function that takes a step, in a process of steps_in_turn.
+# In a process of steps_in_turn, this list contains the function that takes a step.
 process_steps: list[Callable[[], Any]] = []
 
 
@@ -56,9 +56,10 @@ def _peak_megabytes() -> int:
 def steps_in_turn(
     makers: Mapping[str, Callable[[], Callable[[], Any]]], rounds: int
 ) -> dict[str, list[Step]]:
-    """Takes steps of the alternatives in turn. Returns {name: the step of each round}.
+    """Takes steps of the alternatives in turn. Returns {name of an alternative: its Step of each round}.
 
-    makers: {name: a function that returns the function that takes a step}. Each is called in a separate process."""
+    makers: {name of an alternative: a function that returns the function that takes a step}. Each alternative has a
+    separate process."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         pools = {}

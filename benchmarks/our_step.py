@@ -32,8 +32,8 @@ def our_step(
     """Returns a function that takes a step (forward, loss, backward, clipping, AdamW) on tokens (batch, length + 1) and
     returns the loss.
 
-    weights: {name: initial value}; if empty, the values are drawn, as at the start of a run. preferred: a backend.
-    others: other settings.
+    weights: {name: initial value}; if it is empty, the values are drawn, as at the start of a run. preferred: the backend that
+    each operator uses if it can, or "" for the usual choice. others: settings that replace those in `settings`.
     """
     settings = settings.with_values(**others)
     options = settings.optimizer

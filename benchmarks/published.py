@@ -2,8 +2,8 @@
 
     python -m benchmarks.published
 
-The same efficiency for each kind of work (mamba_fsdp/planning/roofline.py) is used for all rows. Published rates are in tokens/s
-per device. state-spaces/mamba #904 reports TFLOP/s instead; they are converted with the FLOPs that this project counts.
+For each kind of work, all rows use the same efficiency (mamba_fsdp/planning/roofline.py). Published rates are in tokens/s per
+device. state-spaces/mamba #904 reports TFLOP/s instead; these rates are converted with the FLOPs that this project counts.
 
 Details that a source does not mention are assumed: the machine is the most similar one in mamba_fsdp/planning/devices.py, and
 Llama-3 8B has 8,192 tokens per sequence and recomputes half of its blocks. fms-fsdp reduces gradients in bf16, which are half
@@ -34,7 +34,7 @@ class Published(NamedTuple):
     machine: Instance
     devices: int
     batch: int
-    rate: float  # `unit` per second and device
+    rate: float  # in `unit` per second and device
     strategy: str = "fsdp"
     recompute: str = ""
     length: int = 0

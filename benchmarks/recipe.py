@@ -46,7 +46,7 @@ RECIPES = {  # {name: settings}; the first one is the reference
 
 
 def make_validation() -> None:
-    """Writes the validation windows after those that the demo reads as a store of their own."""
+    """Creates a store with the part of the validation data that the demo does not read, unless the store exists."""
     if VALIDATION.exists():
         return
     config = resolve_settings({}, "config/demo.yaml")
@@ -64,7 +64,7 @@ def make_validation() -> None:
 
 
 def train(name: str, model: Mapping[str, object], steps: int) -> list[dict[str, Any]]:
-    """Trains a model unless that is done, and returns the entries of the run's metrics.jsonl."""
+    """Trains a model, unless an earlier call has finished this training. Returns the entries of the run's metrics.jsonl."""
     settings = {"recipe": "published"}
     settings |= dict(setting.split("=") for setting in RECIPES[name].split())
     settings |= {setting: str(value) for setting, value in model.items()}
@@ -92,7 +92,8 @@ def losses(entries: list[dict[str, Any]]) -> dict[int, float]:
 
 
 def first_step_below(found: Mapping[int, float], wanted: float) -> float:
-    """Returns the step at which the losses fall to `wanted`, interpolated between validations; the last one if never."""
+    """Returns the step at which the losses fall to `wanted`, interpolated between validations. Returns the last step if they
+    never do. found: {step: loss}, in the order of steps."""
     before = 0
     for step, loss in found.items():
         if loss <= wanted and step:

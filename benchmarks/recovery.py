@@ -91,7 +91,8 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def seconds_to_next_step(run: Path, lose: Callable[[], None]) -> float:
-    """Returns the seconds from `lose()`, after a checkpoint, to the first step of the next start."""
+    """Waits for a checkpoint, and calls `lose()`. Returns the seconds from this call until the run, which is started again,
+    has reported its first step."""
     metrics = run / METRICS
     wait_until(lambda: events(run, "checkpoint"), "a checkpoint")
     began = time.monotonic()

@@ -2,8 +2,8 @@
 
     python -m benchmarks.scan [--rounds 7] [--threads 2]
 
-Each backend runs in a separate process. All take the same steps (forward, loss, backward, AdamW) in turn, on batches of the
-same shape. The model of transformers runs with use_mambapy=True.
+Each backend runs in a separate process. The processes take the same steps (forward, loss, backward, AdamW) in turn, on batches
+of the same shape. The model of transformers runs with use_mambapy=True.
 """
 
 import statistics

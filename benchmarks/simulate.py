@@ -136,7 +136,7 @@ class _Batch(Batch):
 
 
 def _fake(batch: Batch) -> _Batch:
-    """Returns the batch with fake tensors. It must be called within their mode."""
+    """Returns the batch with fake tensors. Must be called in the context of a FakeTensorMode."""
     fields = batch._asdict()
     for name, field in fields.items():
         if isinstance(field, torch.Tensor):

@@ -13,8 +13,9 @@ Call C: candidates compares launch configurations and backends with Triton's ptx
 our kernels in a layer of each model. traces takes 200 steps of training.py with the kernels that it selects.
 
 Each part runs in a separate process with its own time limit, and writes NAME.log in FOLDER (default: $OUT, else gpu-results).
-Its table is added to the summary of the call. --rehearse uses tiny sizes, and the CPU if there is no GPU. Later calls on the
-same machine use the compiled kernels of earlier ones. If the machine has no git, add the commit to the summary by hand.
+The table of each part is added to the summary of the call. --rehearse uses tiny sizes, and the CPU if there is no GPU. Later
+calls on the same machine use the kernels that earlier calls have compiled. If the machine has no git, add the commit to the
+summary by hand.
 docs/kernels.md contains the commands for a machine that is available for half an hour.
 """
 
@@ -55,7 +56,7 @@ CALLS = {
     "B": ("tests", "run", "sanitizer"),
     "C": ("candidates", "candidates-cuda", "ncu", "traces"),
 }
-ON_DEVICE = {  # {part: function of (device, whether to use small sizes)}; all other parts are presets
+ON_DEVICE = {  # {part: function of (device, whether to use small sizes)}; for a preset, it is models.measure
     "warm": warm.measure,
     "candidates": candidates.measure,
     "candidates-cuda": candidates.measure,

@@ -92,14 +92,14 @@ def choice_of(folder: Path) -> BackendChoice:
 
 
 def use_caches(folder: Path) -> None:
-    """Makes later runs use the compilers' caches in a folder."""
+    """Makes the runs that are started later keep the caches of the compilers in this folder."""
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
 
 
 def measure(folder: Path, rehearse: bool) -> Iterator[dict[str, object]]:
-    """Yields a row for each kind of start and each model. The most important kind comes first, because the time limit can stop
-    the measurement."""
+    """Yields a row for each kind of start and each model. The most important kind of start comes first, because the time limit
+    can stop the measurement."""
     models = ("mamba2-130m",) if rehearse else ("mamba2-130m", "mamba-130m")
     for compare in (compare_cold_starts, compare_warm_start, compare_killed_run):
         for model in models:

@@ -44,10 +44,10 @@ def measure(device: torch.device, rehearse: bool) -> Iterator[Row]:
 
 
 def compile_all(device: torch.device, rehearse: bool, processes: int, number: int) -> set[str]:
-    """Takes a step of each model. Each process begins with another model. Returns the errors."""
+    """Takes a step of each model. Each process begins with a different model. Returns the errors."""
     os.environ.pop(
         KEEP_CHOICES, None
-    )  # times of kernels are wrong while other processes use the GPU
+    )  # a choice is not kept, because times are wrong while other processes use the GPU
     problems = set()
     with share_of_configs(number, processes):
         for name, title in JOBS[number:] + JOBS[:number]:

@@ -1,7 +1,7 @@
 """Compiles each launch of our kernels for an H100 and prints counts from its machine code: python -m benchmarks.kernels
 
-Nothing is timed. Instructions and bytes are per element: a (token, channel, state) for the scan, a (token, channel) for other
-kernels. Bytes are all that a thread loads and stores, also from caches.
+Nothing is timed. Instructions and bytes are per element. An element is a (token, channel, state) for the scan, and a (token,
+channel) for other kernels. The bytes are all bytes that a thread loads and stores; loads that a cache serves are included.
 """
 
 from benchmarks.kernels.compiler import compile_part

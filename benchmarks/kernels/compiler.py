@@ -29,18 +29,18 @@ PROJECT = Path(__file__).resolve().parents[2]
 class Compiled:
     """The counts of a compiled launch, or the `error` of the compiler.
 
-    Instructions and bytes are per element. The counts of a loop are multiplied by 32 * warps / elements, and summed over the
-    innermost loops. If there is no loop, the whole kernel counts as one.
+    Instructions and bytes are per element (see Launch.elements). The counts of a loop are multiplied by 32 * warps / elements,
+    and summed over the innermost loops. If there is no loop, the whole kernel counts as one loop.
     """
 
     title: str
     cc: int
     registers: int = 0
-    stack: int = 0  # bytes
-    shared: int = 0  # bytes
+    stack: int = 0  # in bytes per thread
+    shared: int = 0  # shared memory in bytes
     spills: int = 0  # instructions in innermost loops that read or write the stack
     instructions: float = 0
-    bytes: float = 0  # loaded and stored, also from caches
+    bytes: float = 0  # that are loaded and stored; loads that a cache serves are included
     copies_ahead: bool = False  # whether there are asynchronous copies
     error: str = ""
 
@@ -130,7 +130,8 @@ def compile_one(launch: Launch, cc: int) -> Compiled:
 
 
 def environment(triton_folder: str | Path) -> dict[str, str]:
-    """Returns the environment of a process that compiles with the Triton in a folder. The cache is next to this folder."""
+    """Returns the environment of a process that compiles with the Triton in a folder. The cache of compiled kernels is next
+    to this folder."""
     rest = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     return rest | {
         "PYTHONPATH": os.pathsep.join((str(triton_folder), str(PROJECT))),

@@ -55,7 +55,7 @@ class Launch:
     """The arguments of Triton's compiler for a launch."""
 
     operator: str
-    kernel: str  # its function's name
+    kernel: str  # the name of the kernel's function
     signature: Mapping[str, str]  # argument -> "*bf16", "*fp32", "*i32", "i32", "i64", "fp32" ...
     # Values of tl.constexpr arguments, of missing tensors (None), and of integers that are 1.
     constants: Mapping[str, Any]
@@ -80,7 +80,7 @@ class Launch:
 
 
 class Recorder:
-    """Takes the place of a kernel, and adds each different launch to `launches`."""
+    """Takes the place of a kernel. A launch does not run the kernel, but is added to `launches` if it is not there yet."""
 
     def __init__(self, operator: str, kernel: Any, launches: list[Launch]) -> None:
         self.operator = operator

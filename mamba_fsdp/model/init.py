@@ -4,8 +4,8 @@ ones            1
 normal          normal with standard deviation EMBEDDING_STD
 uniform         uniform between `low` and `high`
 dt              log-uniform from `low` to `high`, at least DT_FLOOR, stored as the inverse of softplus
-log_of_column   A of Mamba-1: log(1), log(2), ... along each row
-log_uniform     A of Mamba-2: the log of a uniform value between `low` and `high`
+log_of_column   for A_log of Mamba-1: log(1), log(2), ... along each row
+log_uniform     for A_log of Mamba-2 and Gated DeltaNet: the log of a uniform value between `low` and `high`
 """
 
 import hashlib

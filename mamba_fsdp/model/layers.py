@@ -4,7 +4,8 @@ parameters.
 Each mixer maps x (batch, length, d_model) to a tensor of the same shape. It can be called in three ways:
 
     In training, with `seq_idx` (see mamba_fsdp/ops) and its `documents` (see ops/attention).
-    With the `state` after the earlier positions, an empty dict before the first one. The mixer replaces its tensors.
+    With `state`, the dict of the tensors that describe the earlier positions. It is empty before the first position. The
+    mixer replaces the tensors in it.
     With context parallelism, after its `context` has been set (see parallel/context.py). x is then this rank's part of
     the sequence, but seq_idx covers the whole sequence.
 
@@ -39,7 +40,8 @@ MixerState = dict[str, Tensor]  # a mixer's state after the earlier positions
 
 
 class Weight(nn.Module):
-    """A weight with an optional bias. Calling the module multiplies by the weight but does not add the bias."""
+    """A weight with an optional bias. A call of the module multiplies its input by the weight, and does not add the
+    bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
@@ -76,8 +78,8 @@ class Sublayer(nn.Module):
         return torch.cat([multiply(*output) for output in outputs], dim=-1)
 
     def forward_with_multipliers(self, x: Tensor, *where: Any) -> Tensor:
-        """Returns the output of the sublayer, with the multipliers of its input and output applied. A block adds it to
-        the residual stream."""
+        """Returns the output of the sublayer, with the multipliers of its input and output applied. A block adds this output
+        to the residual stream."""
         return multiply(self(multiply(x, self.input_multiplier), *where), self.output_multiplier)
 
 
@@ -225,7 +227,7 @@ class Mamba1(SSM):
         seq_idx: Tensor | None,
         continues: Tensor,
     ) -> Tensor:
-        """Returns the output for this rank's positions. It scans twice: the first scan starts from zeros and computes
+        """Returns the output for this rank's positions. Two scans are needed: the first scan starts from zeros and computes
         the last state for the later ranks; the second scan starts from the state after all earlier ranks."""
         *_, dt_bias = rest
         _, last = self.scan(u, dt, A, *rest, seq_idx=seq_idx, return_last_state=True)

@@ -23,7 +23,8 @@ States = list[dict[str, MixerState]]  # {name of a mixer's module: its state} fo
 
 class Block(nn.Module):
     """One layer of the model: a norm, then one mixer or two side by side. If the layer has an MLP, norm2 and the MLP
-    follow. Blocks are the units of sharding, activation checkpointing and compilation."""
+    follow. If `is_output_normed`, each norm comes after its mixer or MLP instead. Blocks are the units of sharding,
+    activation checkpointing and compilation."""
 
     def __init__(
         self,
@@ -145,8 +146,9 @@ class MambaLM(nn.Module):
 
         With `states`, it returns (that result, the states after these tokens), so that a long sequence can be read in
         windows: `logits, states = model(first, [])`, then `logits, states = model(second, states)`. The results equal
-        the results of one long window. An empty list starts a sequence. The given states are not changed. They carry
-        gradients, so detach them where backpropagation through time should end. With them, seq_idx must be None.
+        the results of one long window. An empty list starts a sequence. The given states are not changed. Gradients
+        flow through the returned states, so detach these where backpropagation through time should end. With `states`,
+        seq_idx must be None.
 
         The states are a list with {name of a mixer's module: its state} for each layer. A state has the tensors
 
@@ -157,14 +159,15 @@ class MambaLM(nn.Module):
             Gated DeltaNet         "conv" (batch, d_conv - 1, channels), "ssm" (batch, heads, d_state, headdim)
             attention              "k" and "v" (batch, positions so far, n_kv_head, head_dim)
 
-        "conv" contains the last inputs of the convolution, fewer at the beginning. "ssm" is in fp32 at least.
+        "conv" contains the last inputs of the convolution; at the beginning of a sequence, these are fewer than d_conv - 1.
+        "ssm" is in fp32 at least.
 
         With `ends` (batch,), it returns only the logits of one position per row, (batch, padded vocabulary). With
         `labels`, it returns the sum of the token losses in nats, an fp32 scalar.
 
         labels (batch, length): the token after each position, or -100 to ignore the position. weights (batch, length):
-        a factor for each token's loss. seq_idx: see mamba_fsdp/ops. documents: the documents of seq_idx; without them,
-        they are read from seq_idx, so the host waits for the device.
+        a factor for each token's loss. seq_idx: see mamba_fsdp/ops. documents: the documents of seq_idx. If
+        `documents` is None, they are read from seq_idx, for which the host waits for the device.
         """
         assert seq_idx is None or self.reset_at_documents, (
             "this model was not built to reset at documents"

@@ -65,7 +65,7 @@ class Parameter(NamedTuple):
 
 
 Parameters = dict[str, Parameter]  # {name: parameter}
-# {operator: sizes of its tensors, as keyword arguments of Use}
+# {operator: the sizes of its tensors, by the names of fields of Use}
 Operators = dict[str, dict[str, int]]
 
 
@@ -108,8 +108,8 @@ def stacked_matrices(inputs: int, scale: float = 1.0, **rows: int) -> Parameter:
 
 
 def residual_projection(config: "ModelConfig", inputs: int) -> Parameter:
-    """Returns the weight of a projection into the residual stream. Its initial values are divided by sqrt(n_layer),
-    also if a layer has two such projections."""
+    """Returns the weight of a projection into the residual stream. Its initial values are those of `matrix`, divided by
+    sqrt(n_layer). This divisor is the same for layers with one and with two such projections."""
     return matrix(config.d_model, inputs, math.sqrt(config.n_layer))
 
 

@@ -1,13 +1,14 @@
 """Chooses a backend for each operator of a model: the best one that works on this machine and supports the model.
 
 A backend is a module in its operator's package (`fused` is one module for all operators) with the operator's functions.
-It imports its library only when it is called. If there are conditions for its use, it also has
+These functions import the backend's library only when they are called. If there are conditions for the use of the
+backend, the module also has these functions:
 
-    why_not(use)        returns the reason, in one line, why it does not support a Use, or None
-    why_unavailable()   returns what this machine lacks besides the backend's PACKAGES, or None
+    why_not(use)        Returns None if the backend supports the Use, otherwise the reason in one line.
+    why_unavailable()   Returns None, or what this machine lacks besides the backend's PACKAGES.
 
-A new backend is such a module and its name in OPERATORS. This file does not need torch, so that the settings can check
-names with it.
+To add a backend, write such a module, and add its name to OPERATORS. This file does not need torch, so that the settings
+can use it to check names without torch.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -44,9 +45,10 @@ OPERATORS = {  # the backends of each, best first; on a GPU, trainer/kernel_sele
     "mamba1": ("triton", "fused"),
     "mamba2": ("triton", "fused"),
 }
-# Names of backends that use simpler instructions of the GPU from the start, see use_simpler_form.
+# {operator: names in the setting `kernels` that demand a backend in its simpler form}; see use_simpler_form.
 SIMPLER = {"ssd": ("triton-simpler",)}
-# Mixers that a backend computes in one call, and their parts; a part that has the backend must use it too.
+# {mixer that a backend can compute in one call: the operators that are its parts}. A mixer can use a backend only if each
+# of its parts that has this backend uses it too.
 MIXER_PARTS = {"mamba1": ("conv", "scan"), "mamba2": ("conv", "ssd", "norm")}
 REFERENCE = {operator: "reference" for operator in OPERATORS if operator not in MIXER_PARTS}
 
@@ -70,7 +72,7 @@ class Use:
 class BackendChoice:
     """The backends that resolve_backends chose, and why it rejected better ones."""
 
-    backends: dict[str, str] = field(default_factory=dict)  # by operator
+    backends: dict[str, str] = field(default_factory=dict)  # {operator: backend}
     # operator -> {better backend for this device: why it was rejected}
     passed: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -89,10 +91,14 @@ class BackendChoice:
 
 
 def demands(setting: str, used: Collection[str] = OPERATORS) -> dict[str, str]:
-    """Returns {operator: backend} that the setting `kernels` demands: one backend for all operators that have it, or
-    backends by operator, as in scan=reference,conv=cpp; a mixer's is its parts' too. ssd=triton-simpler demands triton.
+    """Returns {operator: backend} that the setting `kernels` demands; {} for auto.
 
-    Raises UserError for an unknown name, with the nearest one, and for operators that are not in `used`.
+    The setting names one backend, for all operators in `used` that have it, or a backend for each operator, as in
+    scan=reference,conv=cpp. A backend that is demanded for a mixer is then also demanded for those of its parts that have
+    it and are not in the setting. ssd=triton-simpler demands triton.
+
+    Raises UserError for an unknown name, with the nearest one, for an operator that is given twice or is not in `used`,
+    and if no operator in `used` has the one backend.
     """
     if setting == "auto":
         return {}
@@ -135,11 +141,11 @@ def resolve_backends(
     failed: Mapping[tuple[str, str], str] = {},
     preferred: Mapping[str, str] = {},
 ) -> BackendChoice:
-    """Returns the best backend of each operator for all its `uses` on a type of device (cpu or cuda), or the backend
-    that `setting` demands.
+    """Returns the choice of a backend for each operator: the best one for all its `uses` on a type of device (cpu or
+    cuda), or the one that `setting` demands. A mixer that no backend can compute in one call is left out.
 
-    assumed: backends that count as available, whether this machine has them or not. failed: (operator, backend) -> why a
-    test failed. preferred: the backend to try first of an operator. Raises UserError, with the operator and the reason,
+    assumed: backends that count as available, whether this machine has them or not. failed: {(operator, backend): why
+    its test failed}. preferred: {operator: the backend to try first}. Raises UserError, with the operator and the reason,
     if a demanded backend can't be used.
     """
     used = [operator for operator in OPERATORS if operator in uses]
@@ -171,8 +177,8 @@ def resolve_backends(
 def candidates(
     demanded: Mapping[str, str], device_type: str, uses: Mapping[str, Collection[Use]]
 ) -> Iterator[tuple[str, str]]:
-    """Yields each (operator, backend) that resolve_backends may choose, except the reference; a mixer comes after its
-    parts, if these are candidates."""
+    """Yields each (operator, backend) that resolve_backends may choose, except the reference. A mixer is a candidate only
+    if all its parts that have the backend are candidates, and it comes after them."""
     known: set[tuple[str, str]] = set()
     for operator in OPERATORS:
         for backend in OPERATORS[operator]:
@@ -251,7 +257,8 @@ def use_simpler_form(operator: str, backend: str) -> bool:
 
 
 def modules(package: str) -> dict[str, ModuleType]:
-    """Returns the backends of the operator with this `package`, by name."""
+    """Returns {name of a backend: its module} for one operator. package: the operator's package, such as
+    mamba_fsdp.ops.conv."""
     backends = {}
     for name in OPERATORS[package.rpartition(".")[2]]:
         path = "mamba_fsdp.ops.fused" if name == "fused" else f"{package}.{name}"

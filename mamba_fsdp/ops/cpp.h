@@ -94,7 +94,7 @@ static inline real from_io(io x) { return x; }
 static inline io to_io(real x) { return x; }
 #endif
 
-/* Loads `lanes` channels into LANES; the rest is 0. */
+/* Loads `lanes` channels into an array of LANES elements, and sets the other elements to 0. */
 static inline void load_lanes(real *to, const io *from, int lanes)
 {
     if (lanes == LANES) {
@@ -122,7 +122,8 @@ static inline void store_lanes(io *to, const real *from, int lanes)
     }
 }
 
-/* Treats denormal numbers as 0: decayed states become denormal, which is up to a hundred times slower. */
+/* Makes denormal numbers count as 0. Decayed states become denormal, and arithmetic with denormal numbers is up to a
+ * hundred times slower. Returns the former mode, for restore_denormals. */
 static inline unsigned flush_denormals(void)
 {
 #if defined(__SSE__)

@@ -44,7 +44,7 @@ COMPILE_SECONDS = 120
 
 
 class Unavailable(Exception):
-    """The error if a machine can't use a C backend; its message is the reason, in one line."""
+    """The exception for a machine that can't use the C backends. Its message is the reason, in one line."""
 
 
 def _run(command: list[str]) -> str:
@@ -143,8 +143,9 @@ def why_not(use: Use) -> str | None:
 
 
 def structure(numbers: str, pointers: str) -> type[ctypes.Structure]:
-    """Returns the ctypes.Structure of a C operator's arguments, from names separated by spaces; int64 `threads` is
-    first."""
+    """Returns the ctypes.Structure of a C operator's arguments. Its first field is `threads`, an int64.
+
+    numbers, pointers: the names of the int64 fields and of the pointers that follow, separated by spaces."""
     fields: list[tuple[str, Any]] = [
         (name, ctypes.c_int64) for name in ("threads", *numbers.split())
     ]
@@ -157,7 +158,7 @@ def call(
 ) -> None:
     """Calls a C operator with a structure of these values, by name. A tensor NAME gives its address and, if the
     structure has a field NAME_row, also the distance between its positions. Does nothing for tensors on the meta
-    device."""
+    device. Raises MemoryError if the operator has not enough memory."""
     if any(isinstance(value, torch.Tensor) and value.is_meta for value in values.values()):
         return
     arguments = structure(threads=torch.get_num_threads())
@@ -200,7 +201,8 @@ def flush_denormals(asked: bool) -> None:
     thread has its own mode, and a new thread inherits it from the thread that creates it."""
     torch.set_flush_denormal(asked)
     threads = torch.get_num_threads()
-    run_on_each = getattr(ctypes.CDLL(None), "GOMP_parallel", None)  # of PyTorch's OpenMP
+    # This is a function of PyTorch's OpenMP runtime.
+    run_on_each = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     if run_on_each:
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
         run_on_each(kind(lambda _: torch.set_flush_denormal(asked) and None), None, threads, 0)

@@ -22,9 +22,9 @@ FUNCTIONS = (  # the functions of this module that call the libraries
     "mamba1_mixer",
     "mamba2_mixer",
 )
-# The libraries compute offsets in 32 bits (state-spaces/mamba #1015), so that tensors of 2^31 elements wrap around.
+# The libraries compute offsets in 32 bits (state-spaces/mamba #1015). In tensors of 2^31 or more elements, these overflow.
 REACH = 1 << 31
-# Operator -> why the results of equal runs can differ in bits.
+# {operator: why the results of equal runs can differ in bits}
 VARIES = {
     "conv": "causal-conv1d before 1.6 adds with atomics, and later versions are not measured",
     "scan": "mamba-ssm's scan adds its gradients with atomics",
@@ -47,7 +47,8 @@ def why_not(use: Use) -> str | None:
         return "mamba-ssm's scan can't separate documents"
     if use.operator == "scan" and use.in_parts:
         return "mamba-ssm's scan can't begin from a state"
-    # causal-conv1d gets a slice of the projection, which mamba-ssm copies only from version 2.2.5 on.
+    # mamba-ssm passes a slice of the projection to causal-conv1d, which needs a distance between positions that is a
+    # multiple of 8 elements. mamba-ssm copies the slice only from version 2.2.5 on.
     if use.operator == "mamba2" and use.rows % 8:
         return f"mamba-ssm takes multiples of 8 rows of its input projection, not {use.rows}"
     return None

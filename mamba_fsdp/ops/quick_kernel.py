@@ -28,8 +28,8 @@ class QuickKernel(JITFunction[Any]):
     def run(self, *values: Any, grid: tuple[int, ...], **named: Any) -> None:
         device = torch._C._cuda_getDevice()
         arguments = [*values, *named.values()]
-        # The key contains everything about the arguments that Triton compiles for. It contains numbers as a whole, because
-        # they are the same in most steps.
+        # The key contains everything about the arguments that Triton compiles for. It contains the values of
+        # numbers, because they are the same in most steps.
         key = [device, len(values), *named, *map(type, arguments)]
         for place, value in enumerate(arguments):
             if type(value) in NUMBERS:

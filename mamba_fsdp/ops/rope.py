@@ -6,8 +6,9 @@ longer than a model was first trained on, as transformers computes them.
     llama3    channel pairs that turn less than low_freq_factor times within the original length become `factor` times
               slower, pairs that turn more than high_freq_factor times keep their frequency, and pairs in between are
               blended (Llama 3.1)
-    yarn      as llama3, but the blend goes by the pairs' index, between the pairs that turn beta_fast and beta_slow
-              times; cosines and sines are multiplied by attention_factor (Peng et al. 2023, arXiv 2309.00071)
+    yarn      as llama3, but the pairs that turn beta_fast and beta_slow times are the limits, and the blend in between
+              is linear in the index of the pair; also, cosines and sines are multiplied by attention_factor (Peng et
+              al. 2023, arXiv 2309.00071)
 """
 
 import math
@@ -19,7 +20,7 @@ from torch import Tensor
 def frequencies(
     rotary_dim: int, theta: float, device: torch.device, scaling: tuple, length: int
 ) -> Tensor:
-    """Returns the angle by which each pair of channels turns per position, (rotary_dim / 2) fp32.
+    """Returns the angle by which each pair of channels turns per position, as an fp32 tensor (rotary_dim / 2).
 
     scaling: (kind, {name of a parameter in transformers: value}); the kind is "" without scaling. length: the length of
     the text so far, for the dynamic scaling."""

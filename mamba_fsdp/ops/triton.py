@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from mamba_fsdp.conventions import is_torch_2_2
 from mamba_fsdp.storage.retry import exists
 
-# From Triton 3.10 on, a * b + c is two instructions unless this is set.
+# From Triton 3.10 on, a * b + c is compiled to two instructions unless this is set.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 LIBRARY = torch.library.Library("mamba_fsdp", "FRAGMENT")
 RUNS: dict[str, Callable[..., Any]] = {}  # the `run` of each operator, by name
@@ -34,7 +34,8 @@ LENGTH_ARGUMENTS = (
 
 
 def why_unavailable() -> str | None:
-    """Returns what this machine lacks for Triton kernels, or None: a new enough GPU, a C compiler, Python's headers."""
+    """Returns what this machine lacks for Triton kernels: a new enough GPU, a C compiler or Python's headers. Returns None
+    if it lacks nothing."""
     if interpreted():
         return None
     if torch.cuda.is_available():
@@ -47,7 +48,7 @@ def why_unavailable() -> str | None:
         return "Triton finds no C compiler: install gcc, or name one in the environment as CC"
     scheme = sysconfig.get_default_scheme().replace(
         "posix_local", "posix_prefix"
-    )  # Triton looks there
+    )  # the scheme in which Triton looks for headers
     header = os.path.join(sysconfig.get_path("include", scheme), "Python.h")
     if not exists(header):
         return f"Triton needs Python's headers: install python3-dev, there is no {header}"
@@ -126,7 +127,8 @@ def differentiable(
             return *input_grads, *[None] * ctx.others
 
     def differentiable_inputs(inputs: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Returns the tensors that have a gradient. inputs: the backward operator's, without the first one."""
+        """Returns the inputs that have a gradient; some can be None. inputs: the arguments of the backward operator without
+        the first one."""
         leaves = inputs[results - 1 : results - 1 + len(names)]
         return [leaf for leaf, has_one in zip(leaves, has_gradient) if has_one]
 
@@ -164,7 +166,8 @@ def _schema(name: str, arguments: list[str], results: int) -> str:
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Returns the gradient of W in x @ W.T. grad: of the product, as x (batch, length, channels)."""
+    """Returns the gradient of W in the product x @ W.T. grad: the gradient of the product. x and grad are (batch, length,
+    channels)."""
     return grad.flatten(0, 1).T @ x.flatten(0, 1)
 
 

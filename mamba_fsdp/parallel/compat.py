@@ -23,7 +23,7 @@ def load_shard() -> Callable[..., ParallelModel]:
 @contextlib.contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """Makes torch use deterministic algorithms inside the block, if `enabled`. torch then raises an error for
-    operations that have none. Enter the context before the first operation."""
+    operations that have no deterministic algorithm. Enter the context before the first operation."""
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
@@ -73,6 +73,6 @@ def gather_into(gathered: torch.Tensor, own: torch.Tensor, group: dist.ProcessGr
 
 def scatter_sum(own: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Reduce-scatter: fills the 1-D tensor `own` with this rank's part of the sum of `parts` over all ranks of the
-    group. It can overwrite `parts`."""
+    group. The content of `parts` can be overwritten."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(own, parts, group=group)

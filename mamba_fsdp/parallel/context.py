@@ -84,7 +84,7 @@ class ContextGroup:
 
     def scatter_sum(self, parts: Tensor) -> Tensor:
         """Sums `parts` (size, ...) over the ranks, and returns this rank's part of the sum, (...). No gradient flows
-        through it. It can overwrite `parts`."""
+        through this function. The content of `parts` can be overwritten."""
         own = parts.new_empty(parts.shape[1:])
         scatter_sum(own.view(-1), parts.view(-1), self.group)
         return own
@@ -166,7 +166,7 @@ class _GatherSequence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context = ctx.context
         by_rank = grad.unflatten(1, (context.size, -1)).transpose(0, 1)
-        # The sum over ranks needs at least fp32, and it can overwrite its input.
+        # The sum over ranks is computed in fp32 at least. scatter_sum can overwrite its input, so the gradient is copied.
         by_rank = by_rank.to(torch.promote_types(grad.dtype, torch.float32))
         by_rank = by_rank.clone(memory_format=torch.contiguous_format)
         return context.scatter_sum(by_rank).to(grad.dtype), None

@@ -19,8 +19,9 @@ class FSDP1Model(ParallelModel):
     def reduce_gradients(self) -> None:
         """Makes every gradient the sum over all ranks.
 
-        FSDP1 has divided the gradients by the number of ranks, so they are multiplied by it here. This is exact if
-        the number is a power of two. The gradients of replicated parameters are summed."""
+        FSDP1 has summed the gradients of sharded parameters and divided the sums by the number of ranks. Here, they are
+        multiplied by this number again. This is exact if the number is a power of two. The gradients of replicated
+        parameters are summed here."""
         averaged = [slot.local.grad for slot in self.sharded if slot.local.grad is not None]
         if averaged and self.world.size > 1:
             torch._foreach_mul_(averaged, self.world.size)

@@ -24,8 +24,9 @@ class FSDP2Model(ParallelModel):
         return contextlib.nullcontext()
 
     def reduce_gradients(self) -> None:
-        """Makes every gradient the sum over all ranks. Moves the local part of each gradient to the tensor that the
-        optimizer updates."""
+        """Makes every gradient the sum over all ranks. FSDP2 has already summed the gradients of sharded parameters; here,
+        the local part of each of them is moved to the tensor that the optimizer updates. The gradients of replicated
+        parameters are summed here."""
         for slot in self.sharded:
             gradient = slot.parameter.grad
             slot.parameter.grad = None

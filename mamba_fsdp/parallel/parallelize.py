@@ -54,11 +54,11 @@ def parallelize(
 ) -> ParallelModel:
     """Distributes `model` over the ranks as configured in `settings`.
 
-    If the model is on the meta device, storage is allocated for this rank's part only. Its content is undefined until
-    `fill_shards` fills it. The parameters in `model.fp32_parameter_names()` are replicated and fp32 under every
+    If the model is on the meta device, storage is allocated for this rank's part only. The content of this storage is
+    undefined until `fill_shards` fills it. The parameters in `model.fp32_parameter_names()` are replicated and fp32 under every
     strategy. With hsdp, each node is a shard group.
 
-    Raises UserError if the strategy does not fit the number of ranks.
+    Raises UserError if the strategy does not fit the number of ranks, or if FSDP1 does not support the settings.
     """
     strategy = choose_strategy(settings, world)
     shard_size = world.local_size

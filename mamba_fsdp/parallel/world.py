@@ -184,8 +184,8 @@ class World:
             pause = min(0.5, 2 * pause)
 
     def on_rank0(self, action: Callable[..., T], *inputs: Any) -> T:
-        """Runs `action(*inputs)` on rank 0, and returns its result on all ranks. If it fails, raises a UserError on all
-        ranks."""
+        """Runs `action(*inputs)` on rank 0, and returns its result on all ranks. If the action raises an exception, all
+        ranks raise a UserError."""
 
         def act() -> tuple[Any, UserError | None]:
             return catch_errors(action, *inputs) if self.rank == 0 else (None, None)
@@ -198,7 +198,8 @@ class World:
     def on_all_ranks(self, work: Callable[..., T], *inputs: Any) -> T:
         """Runs `work(*inputs)` on every rank, and returns this rank's result; see run_local.
 
-        If it raises UserError or OSError on some ranks, all ranks raise one UserError with the messages of all."""
+        If the work raises UserError or OSError on some ranks, all ranks raise one UserError with the messages of these
+        ranks."""
 
         def try_work() -> tuple[Any, list[UserError]]:
             try:
@@ -275,8 +276,8 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     """Returns the world of the processes that torchrun has started, or a world with one process without torchrun.
 
     timeout_minutes: how long a rank waits for the others before it fails. Raises UserError if the environment variables
-    of the launcher are incomplete or if there are more processes than GPUs on this node; TransientError if ranks are
-    missing.
+    of the launcher are incomplete, if there are more processes than GPUs on this node, or if the ranks of processes that
+    torchrun did not start can't connect. Raises TransientError if ranks are missing, or if torch can't open the GPUs.
     """
     allow_many_files()
     if "RANK" not in os.environ:
@@ -327,7 +328,7 @@ def _rendezvous_store(timeout: timedelta, ranks: int) -> dist.Store:
     """Returns the store of the launcher, or a store that rank 0 serves if the launcher has none.
 
     If torchrun did not start this process, the variables can be left over in a shell, and no other rank will come. In
-    this case it prints what it waits for, and raises UserError after RENDEZVOUS_TIMEOUT."""
+    this case, the function prints what it waits for, and raises UserError after RENDEZVOUS_TIMEOUT."""
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     awaited = f"{ranks} ranks at {place} (from WORLD_SIZE and MASTER_ADDR in the environment)"

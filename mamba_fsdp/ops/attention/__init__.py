@@ -20,12 +20,13 @@ BACKENDS = modules(__name__)
 
 @dataclass
 class Documents:
-    """The documents of a batch. The host has to know them to launch the kernels of attention. A compiled graph passes the
-    object on without reading it; otherwise it would be compiled again for every batch."""
+    """The documents of a batch. The host needs their lengths to launch the kernels of attention. A compiled graph passes
+    this object on without reading it; otherwise the graph would be compiled again for every batch."""
 
     # The number of positions of each document: first the documents of the first row, then of the second row, and so on.
     lengths: list[int]
-    # The number of queries of each document, which belong to its last positions; None if all positions have queries.
+    # The number of queries of each document. The queries belong to the last positions of the document. None means that
+    # every position has a query.
     asking: list[int] | None = None
 
     @classmethod
@@ -44,7 +45,7 @@ class Documents:
         asking = []
         end = 0
         for length in documents.lengths:
-            end = end % row_length + length  # in its row
+            end = end % row_length + length  # the end of the document in its row
             asking.append(max(0, min(length, end - (row_length - count))))
         return cls(documents.lengths, asking)
 
@@ -55,8 +56,8 @@ class Documents:
 
 
 def starts(seq_idx: Tensor) -> Tensor:
-    """Returns whether a document starts at each position, (batch, length) bool. One starts at each row's first
-    position."""
+    """Returns a bool tensor (batch, length) that is True where a document starts. The first position of each row always
+    starts a document."""
     return seq_idx.diff(dim=1, prepend=seq_idx[:, :1] - 1) != 0
 
 
@@ -72,8 +73,8 @@ def attention(
     q.
 
     q (batch, length, heads, head_dim); k, v (batch, length, kv_heads, head_dim), where kv_heads divides heads. q can
-    also contain only the last position of each row, or only the last positions; `documents.queries` is then the number of
-    queries in each document.
+    also contain only the last positions of each row. If it contains more than one of them, `documents` must be given, and
+    `documents.queries` is the number of queries in each document.
     """
     assert documents or q.shape[1] in (1, k.shape[1]), f"{q.shape[1]} queries for {k.shape[1]} keys"
     assert q.shape[2] % k.shape[2] == 0, f"{k.shape[2]} kv_heads don't divide {q.shape[2]} heads"
@@ -95,8 +96,9 @@ def rotary(
     unchanged.
 
     x (batch, length, heads, head_dim); positions (length) or (batch, length), integers. Channels i and i + rotary_dim/2
-    are one pair, rotated by positions * theta^(-2i / rotary_dim), or scaled as in ops/rope.py. The angles are in fp32
-    for any dtype of x, as in the reference implementations, so that published weights give the same logits.
+    are one pair. It is rotated by the angle positions * theta^(-2i / rotary_dim), changed by `scaling`; for `scaling` and
+    `length`, see `frequencies` in ops/rope.py. The angles are in fp32 for any dtype of x, as in the reference
+    implementations, so that published weights give the same logits.
     """
     assert rotary_dim % 2 == 0 and rotary_dim <= x.shape[-1], (
         f"rotary_dim {rotary_dim} for heads of {x.shape[-1]}"

@@ -1,6 +1,6 @@
 """Computes attention of all documents of a batch in one call of PyTorch's FlashAttention for CUDA. The internal operator
-aten._flash_attention_forward takes the bounds of the documents on both stacks. The public varlen_attn is not enough:
-torch 2.2 lacks it, and in torch 2.10 it supports neither grouped queries nor a window."""
+aten._flash_attention_forward takes the bounds of the documents in torch 2.2 and in newer versions. The public varlen_attn
+is not enough: torch 2.2 lacks it, and in torch 2.10 it supports neither grouped queries nor a window."""
 
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -28,7 +28,8 @@ def why_not(use: Use) -> str | None:
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: "Documents") -> Tensor:
-    # The operator of torch 2.2 does not accept bounds on the meta device. The sizes of the results are equal.
+    # On the meta device, the operator of torch 2.2 does not accept bounds. `of_one_document` returns a tensor of the same
+    # shape.
     if q.is_meta and is_torch_2_2():
         return of_one_document(q, k, v)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mamba_fsdp.ops.attention import Documents
 
-# The largest mask. Masks are needed only if just the last positions of a document have queries.
+# The largest number of elements of a mask. A mask is needed only if just the last positions of a document have queries.
 MASK_ELEMENTS = 1 << 22
 
 
@@ -30,9 +30,11 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: "Documents") ->
 
 
 def of_one_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Returns the output for q (queries, heads, head_dim), the last positions of k, v (length, kv_heads, head_dim). The
-    kernel sees the key heads as its batch, and the query heads of a key head as its heads: views of k and v with a
-    stride of 0."""
+    """Returns the output of attention in one document, in the shape of q.
+
+    q (queries, heads, head_dim): the queries of the document's last positions. k, v (length, kv_heads, head_dim): the
+    keys and values of all its positions. For the kernel, the key heads are the batch, and the query heads that share a
+    key head are the heads. k and v are expanded to these heads as views with a stride of 0, without a copy."""
     q = q.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)
     k, v = (t.transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1) for t in (k, v))
     if q.shape[2] == k.shape[2]:
@@ -43,14 +45,16 @@ def of_one_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _without_mask(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    if q.is_meta:  # there PyTorch would choose a kernel that keeps all scores
+    if q.is_meta:  # for meta tensors, PyTorch would choose a kernel that keeps all scores
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
 def _of_last_positions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Returns the output for q (..., queries, head_dim), the last positions of k, v (..., length, head_dim). It takes a
-    few queries at a time."""
+    """Returns the output for the queries of the last positions, in the shape of q. A few queries are computed at a time,
+    so that each mask is small.
+
+    q (key heads, query heads of a key head, queries, head_dim); k, v have `length` in place of `queries`."""
     length = k.shape[2]
     first = length - q.shape[2]
     at_a_time = max(1, MASK_ELEMENTS // length)

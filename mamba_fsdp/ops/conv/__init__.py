@@ -20,8 +20,8 @@ def causal_conv_silu(
 ) -> Tensor:
     """Returns the convolution's output, in the shape and dtype of x (batch, length, channels).
 
-    weight (channels, 1, width); bias (channels), or None for none; seq_idx: (batch, length) document index of each position; no position
-    sees another document.
+    weight (channels, 1, width); bias (channels), or None for no bias; seq_idx (batch, length): the index of the document
+    of each position. With seq_idx, no position sees another document.
     """
     if bias is None:
         bias = weight.new_zeros(len(weight))

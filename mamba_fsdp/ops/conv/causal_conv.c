@@ -11,11 +11,11 @@ struct conv {
     int64_t x_row, grad_out_row;
     const io *x;
     const real *taps, *bias;      /* taps (width, channels), the last one for the current position */
-    const uint8_t *visible;       /* (batch, length) earlier positions that count, at most width - 1; null: all of the row */
+    const uint8_t *visible;       /* (batch, length): how many earlier positions count, at most width - 1; null: all of the row */
     io *out;                      /* (batch, length, channels) */
     const io *grad_out;
     io *grad_x;                   /* (batch, length, channels) */
-    real *grad_taps;              /* (batch * blocks, width + 1, channels), the bias last */
+    real *grad_taps;              /* (batch * blocks, width + 1, channels); the last row is for the bias */
 };
 
 static int visible(const struct conv *s, int64_t row, int64_t t)
@@ -29,7 +29,7 @@ static const io *input(const struct conv *s, int64_t row, int64_t t) { return s-
 /* Returns the taps by which position t - k is multiplied. */
 static const real *taps(const struct conv *s, int k) { return s->taps + (s->width - 1 - k) * s->channels; }
 
-/* Computes the convolution before SiLU at one position, (channels). */
+/* Writes the output before SiLU at one position to `out` (channels). */
 static void convolve(const struct conv *s, int64_t row, int64_t t, real *restrict out)
 {
     const int count = visible(s, row, t);
@@ -73,7 +73,7 @@ static void backward_block(const struct conv *s, int64_t row, int64_t start, int
             }
             for (int k = 0; k <= visible(s, row, t); k++) {
                 const real *tap = taps(s, k);
-                if (t - k >= start) { /* gradients of earlier inputs belong to the previous block */
+                if (t - k >= start) { /* the previous block computes the gradients of earlier inputs */
                     real *restrict grad_x = ring + (t - k) % width * channels;
 #pragma omp simd
                     for (int64_t c = 0; c < channels; c++) grad_x[c] += grad[c] * tap[c];
@@ -102,7 +102,7 @@ static void backward_block(const struct conv *s, int64_t row, int64_t start, int
 
 int64_t conv_steps(void) { return STEPS; }
 
-/* Returns 0, or 1 without enough memory. */
+/* Returns 0, or 1 if there is not enough memory. */
 static int each_block(const struct conv *s, int backward)
 {
     const int64_t blocks = (s->length + STEPS - 1) / STEPS;

@@ -56,7 +56,7 @@ class _Conv(torch.autograd.Function):
         library = cpp.library(x.dtype)
         blocks = x.shape[0] * -(-x.shape[1] // library.conv_steps())
         grad_x = x.new_empty(x.shape)
-        grad_taps = taps.new_empty(blocks, len(taps) + 1, taps.shape[1])  # the last is the bias's
+        grad_taps = taps.new_empty(blocks, len(taps) + 1, taps.shape[1])  # bias: the last row
         _call(
             library.conv_backward,
             saved,

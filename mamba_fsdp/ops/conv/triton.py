@@ -1,6 +1,6 @@
-"""Computes the causal convolution with the Triton kernel in triton_kernels.py. It keeps only its inputs for the backward
-pass. There, each program sums a part of the weight's gradient over a block of rows, so that every run gives the same
-bits."""
+"""Computes the causal convolution with the Triton kernel in triton_kernels.py. Only the inputs are kept for the backward
+pass. In the backward pass, each program sums a part of the weight's gradient over a block of rows, without atomic
+additions, so that every run gives the same bits."""
 
 import torch
 from torch import Tensor

@@ -34,9 +34,10 @@ def walk(  # noqa: PLR0915
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Writes the result to OUT if BACK is 0. If BACK is 3, writes the gradient of X to OUT; it depends on GRAD up to three
-    rows later, and r1 to r3 accumulate the gradients of rows t-1 to t-3. SUMS (sequences x row_programs, channels x WIDTH +
-    channels) gets the part of these rows in the gradients of the weight and of the bias."""
+    """Writes the result to OUT if BACK is 0. If BACK is 3, writes the gradient of X to OUT. The gradient of a row depends on
+    GRAD up to three rows later, so r1 to r3 accumulate the gradients of the rows t-1 to t-3. Each program also writes the
+    contribution of its rows to the gradients of the weight and of the bias into its row of SUMS (sequences *
+    row_programs, channels * WIDTH + channels)."""
     rows = tl.program_id(0) // channel_programs
     batch = (rows // row_programs).to(tl.int64)
     begin = rows % row_programs * ROWS

@@ -2,8 +2,8 @@
 tensors of _Chunk, the state before it, the inverse of I + M, and U.
 
 Queries stand above keys in one matrix, because both read the state and both are multiplied with the chunk's keys. The
-gradients of what they read are the gradients of y and, with the sign changed, of the right-hand side of the chunk's
-equation.
+gradient of what the queries read is the gradient of y. The gradient of what the keys read is that of the right-hand side
+of the chunk's equation, with the sign changed.
 """
 
 from typing import Any, NamedTuple
@@ -15,14 +15,15 @@ from torch.autograd.function import once_differentiable
 from mamba_fsdp.conventions import compute_type
 from mamba_fsdp.ops.ssd.reference import decays, running_sums
 
-EPS = 1e-6  # of the norms of q and k
-CHUNK = 64  # positions: larger chunks cost more products, smaller ones more states
+EPS = 1e-6  # is added to the squared lengths of q and k
+CHUNK = 64  # positions of a chunk; larger chunks need more products, smaller ones more states
 
 
 def _by_head(t: Tensor, like: Tensor) -> Tensor:
-    """Returns t (batch, size, groups, channels) as (batch, heads, size, channels) in the dtype of `like`, which has the
-    heads."""
-    heads = t.to(like.dtype).transpose(1, 2).contiguous()  # which cat takes much faster
+    """Returns t (batch, size, groups, channels) as (batch, heads, size, channels), in the dtype of `like` (batch, size,
+    heads)."""
+    # The heads are made contiguous, because torch.cat is then much faster.
+    heads = t.to(like.dtype).transpose(1, 2).contiguous()
     share = like.shape[2] // t.shape[2]
     return heads if share == 1 else heads.repeat_interleave(share, 1)
 
@@ -37,12 +38,12 @@ def _by_position(t: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 class _Chunk(NamedTuple):
     """The tensors from which the outputs and the state of a chunk are computed; each is (batch, heads, ...)."""
 
-    qk: Tensor  # queries above keys, of length 1
-    scale: Tensor  # the factors that gave them length 1
+    qk: Tensor  # the queries above the keys, each divided by its length
+    scale: Tensor  # the factors by which queries and keys were multiplied for this
     beta: Tensor
-    products: Tensor  # of queries and keys with keys
-    weights: Tensor  # of these products, in y and in M
-    start_weights: Tensor  # of the products of queries and keys with the state before the chunk
+    products: Tensor  # the products of queries and keys with keys
+    weights: Tensor  # the factors of these products in y and in M
+    start_weights: Tensor  # the factors of what qk reads from the state before the chunk
     to_end: Tensor  # decays from each position to the end of the chunk
     decay: Tensor  # the decay of the state over the whole chunk
 
@@ -112,7 +113,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         grad_side = solution.transpose(2, 3) @ grad_added
         grad_read = torch.cat([grad, -grad_side], dim=2)
 
-        # Through the state before the chunk, through the state after it, and within it.
+        # Gradients through the state before the chunk, through the state after the chunk, and within the chunk.
         reading = grad_read * chunk.start_weights
         grad_state = (chunk.qk.transpose(2, 3) @ reading).addcmul_(grad_last, chunk.decay)
         grad_qk = reading @ state.transpose(2, 3)
@@ -128,7 +129,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         grad_q, grad_k = grad_qk.mul_(chunk.scale).chunk(2, dim=2)
         grad_beta = (grad_side * added).sum(3, keepdim=True) / chunk.beta
 
-        # g[t] is in the exponent of each decay over position t, from an earlier to a later position.
+        # The exponent of the decay from position j to i is the sum of g[t] with j < t <= i.
         flows = grad_products.mul_(chunk.products).unflatten(2, (2, -1)).sum(2)
         flows.diagonal(dim1=2, dim2=3).zero_()
         passing = flows.sum(3) - flows.sum(2) + grad_start.unflatten(2, (2, -1)).sum(2)
@@ -162,7 +163,7 @@ def gated_delta_rule(
     if state is None:
         state = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     state = state.to(real)
-    beta = beta.to(real).clamp(min=1e-20)  # its gradient is a quotient
+    beta = beta.to(real).clamp(min=1e-20)  # the backward pass divides by beta
     chunks = zip(*(t.split(CHUNK, dim=1) for t in (q, k, v, g.to(real), beta)))
     outputs = []
     for index, inputs in enumerate(chunks):

@@ -17,7 +17,7 @@ from mamba_fsdp.ops.backends import modules
 
 BACKENDS = modules(__name__)
 # Tokens whose logits exist at a time. Each chunk reads and writes the fp32 gradient of the weight once. On a GPU, chunks are
-# larger, because this takes more time there than the saved memory is worth.
+# larger, because there the time of these reads and writes matters more than the memory that smaller chunks save.
 CHUNK = 1024
 CHUNK_ON_GPU = 4096
 
@@ -38,13 +38,13 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients times `grad`, which is in compute type; they are rounded after the product, because
-        fp16 can't hold 1 / tokens."""
+        """Returns the saved gradients, multiplied by `grad`, which is in compute type. Only the products are rounded to
+        the dtypes of hidden and weight, because fp16 can't hold 1 / tokens."""
         return (
             *(
                 torch.mul(
                     values, grad.reshape(1), out=torch.empty_like(values, dtype=dtype)
-                )  # no float32 copy
+                )  # `out` avoids a float32 copy
                 for values, dtype in zip(ctx.saved_tensors, ctx.dtypes)
             ),
             None,
@@ -62,11 +62,12 @@ def linear_cross_entropy(
     chunk: int | None = None,
     backend: str = "reference",
 ) -> Tensor:
-    """Returns the sum of the token losses of a language model's output layer, in nats, as a float32 scalar.
+    """Returns the sum of the token losses of a language model's output layer, in nats, as a scalar in compute type.
 
     hidden (tokens, d_model); weight (vocab, d_model), cast to hidden's dtype; labels (tokens,) int64, -100 for a token
-    that does not count; token_weights (tokens,), or None for 1; chunk: tokens whose logits exist at a time, or None for
-    as many as suit the device. A label outside the vocabulary is an error; in the Triton backend, it makes the loss NaN.
+    that does not count; token_weights (tokens,), or None if all are 1; chunk: the number of tokens whose logits exist at a
+    time, or None for the number that suits the device. Any other label outside the vocabulary is an error; in the Triton
+    backend, it makes the loss NaN.
     """
     chunk = chunk or tokens_per_chunk(hidden.device.type)
     if token_weights is None:
@@ -75,7 +76,7 @@ def linear_cross_entropy(
     with torch.no_grad():
         cast_weight = weight.to(hidden.dtype)
         loss = hidden.new_zeros((), dtype=compute_type(hidden))
-        # Both are empty unless wanted. The weight's gradient is a sum over chunks, in compute type.
+        # Both gradients are empty unless they are wanted. The weight's gradient is a sum over chunks, in compute type.
         grad_hidden = hidden.new_empty(hidden.shape if want_gradient else 0)
         grad_weight = loss.new_zeros(weight.shape if want_gradient else 0)
         for start in range(0, hidden.shape[0], chunk):
@@ -87,7 +88,7 @@ def linear_cross_entropy(
             if want_gradient:
                 torch.mm(
                     logits, cast_weight, out=grad_hidden[span]
-                )  # logits are their gradient now
+                )  # `logits` contains the gradient now
                 if logits.dtype == grad_weight.dtype:
                     grad_weight.addmm_(logits.T, hidden[span])
                 else:

@@ -9,10 +9,11 @@ from mamba_fsdp.conventions import IGNORED_LABEL, compute_type
 def chunk_loss(
     logits: Tensor, labels: Tensor, token_weights: Tensor, want_gradient: bool
 ) -> Tensor:
-    """Returns the loss of one chunk. Overwrites the logits, if wanted with their gradient."""
+    """Returns the sum of the losses of one chunk. The logits are overwritten. With want_gradient, they contain their
+    gradient afterwards."""
     values = logits.to(compute_type(logits))
     counted = labels != IGNORED_LABEL
-    # Any other label outside the vocabulary makes gather raise.
+    # `gather` raises an error for any other label outside the vocabulary.
     picked = labels.masked_fill(~counted, 0).unsqueeze(1)
     label_logits = values.gather(1, picked)
     largest = values.amax(1, keepdim=True)

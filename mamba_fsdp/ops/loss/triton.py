@@ -9,13 +9,13 @@ from torch import Tensor
 from mamba_fsdp.ops import triton
 
 why_unavailable = triton.why_unavailable
-BLOCK = 8192  # logits that a program has in registers
+BLOCK = 8192  # the number of logits that a program holds in registers at a time
 
 
 def _chunk_loss(
     logits: Tensor, labels: Tensor, token_weights: Tensor, want_gradient: bool
 ) -> Tensor:
-    """Returns the loss of one chunk. If wanted, the gradient overwrites the logits."""
+    """Returns the sum of the losses of one chunk. With want_gradient, overwrites the logits with their gradient."""
     rows, vocab = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
     if not logits.is_meta:

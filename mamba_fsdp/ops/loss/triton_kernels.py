@@ -36,7 +36,7 @@ def cross_entropy(
     logits += row * vocab
     label = tl.load(labels + row)
     is_token = (label >= 0) & (label < vocab)
-    # Any other label but IGNORED makes the loss NaN.
+    # A label outside the vocabulary makes the loss NaN, except IGNORED.
     label_logit = tl.load(logits + label, mask=is_token, other=float("nan")).to(tl.float32)
     weight = tl.where(label == IGNORED, 0.0, tl.load(token_weights + row))
     largest = float("-inf")

@@ -1,6 +1,6 @@
 """Computes the Mamba-1 mixer after its input projection, in one call: convolution, projections to dt, B and C, scan,
 output projection. The backward pass recomputes values that are cheaper to recompute than to keep. layers.py composes
-the same mixer of parts."""
+the same mixer from separate operators."""
 
 from torch import Tensor
 

@@ -1,5 +1,6 @@
-"""Computes the Mamba-1 mixer by the Triton backends of its parts. It keeps xz, the output of x_proj, B and C in fp32 and
-the scan's states at chunk entries; the scan's backward pass recomputes the scan's output."""
+"""Computes the Mamba-1 mixer by the Triton backends of its parts. For the backward
+pass, it keeps xz, the output of x_proj, fp32 copies of B and C, and the scan's states at the entries of chunks. The scan's
+backward pass recomputes the scan's output."""
 
 from typing import Any
 
@@ -13,7 +14,7 @@ from mamba_fsdp.ops.scan.triton import Inputs, scan_backward, scan_forward
 
 
 def _split(projected: Tensor, dt_proj: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns dt_proj's input, and B and C (batch, length, 2, d_state), as views."""
+    """Returns two views of `projected`: the input of dt_proj, and B and C in one tensor (batch, length, 2, d_state)."""
     dt, BC = projected.tensor_split([dt_proj.shape[1]], -1)
     rows = BC.shape[:2]
     return dt, BC.view(*rows, 2, BC.shape[2] // 2)

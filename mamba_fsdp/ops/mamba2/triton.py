@@ -32,7 +32,7 @@ def _parts(zxbcdt: Tensor, conv_weight: Tensor, heads: int) -> tuple[Tensor, ...
 
 
 def _split(xbc: Tensor, d_inner: int, heads: int, groups: int) -> tuple[Tensor, Tensor]:
-    """Returns SSD's x, and B and C (batch, length, 2, groups, d_state), as views."""
+    """Returns two views of `xbc`: SSD's x, and B and C in one tensor (batch, length, 2, groups, d_state)."""
     rows = xbc.shape[:2]
     x, BC = xbc.tensor_split([d_inner], -1)
     d_state = BC.shape[2] // (2 * groups)

@@ -1,4 +1,4 @@
-"""Computes RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, of a residual sum, or with a gate.
+"""Computes RMSNorm over the last dimension, y = x / sqrt(mean(x^2) + eps) * weight, for a residual sum or with a gate.
 
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019). The gated norm is Mamba-2's, with the norm
 after the gate or before it.
@@ -21,10 +21,10 @@ def add_rms_norm(
     *,
     backend: str = "reference",
 ) -> tuple[Tensor, Tensor]:
-    """Returns (normed, residual): residual is the sum of x (..., channels) and the residual stream, in float32; normed
-    is the RMSNorm of this sum, in `out_dtype`.
+    """Returns (normed, sum). `sum` is x + residual, in float32, and becomes the residual of the next call. `normed` is the
+    RMSNorm of `sum`, in `out_dtype`.
 
-    residual: float32 in the shape of x, or None in the first layer. weight (channels).
+    x (..., channels); residual: a float32 tensor in the shape of x, or None in the first layer; weight (channels).
     """
     return BACKENDS[backend].add_rms_norm(x, residual, weight, eps, out_dtype)
 
@@ -39,8 +39,8 @@ def gated_rms_norm(
     norm_first: bool = False,
     backend: str = "reference",
 ) -> Tensor:
-    """Returns the RMSNorm of x * silu(z), separate for each group of `group_size` channels, in x's dtype. norm_first:
-    returns the RMSNorm of x, times silu(z).
+    """Returns the RMSNorm of x * silu(z), separate for each group of `group_size` channels, in x's dtype. With norm_first,
+    returns the RMSNorm of x, multiplied by silu(z).
 
     x, z (..., channels); weight (channels). `channels` must be a multiple of group_size.
     """

@@ -45,8 +45,9 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype, groups: int = 1
 ) -> Tensor:
-    """Returns x (..., channels), of any float dtype, normed in `groups` equal parts, in `out_dtype`. weight
-    (channels)."""
+    """Returns the RMSNorm of x (..., channels), separate for each of `groups` equal groups of channels, in `out_dtype`.
+
+    x can have any float dtype. weight (channels)."""
     weight = weight.reshape(groups, -1)
     return _RMSNorm.apply(x.reshape(-1, *weight.shape), weight, eps, out_dtype).reshape(x.shape)
 

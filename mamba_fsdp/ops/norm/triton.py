@@ -29,7 +29,8 @@ def blocks(channels: int) -> triton.Blocks:
 def add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (normed, total, scale): total is x + residual, scale (rows, 1) the factor that normed each row."""
+    """Returns (normed, total, scale). `total` is x + residual; scale (rows, 1) is the factor by which each row was
+    multiplied to normalize it."""
     if residual is not None:
         residual = residual.contiguous()
     x = x.contiguous()
@@ -42,7 +43,7 @@ def add_norm(
 def add_norm_backward(
     grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, in the dtype of grad, residual and weight."""
+    """Returns the gradients of x, residual and weight. The gradient of x has the dtype of `grad`."""
     if grad_total is not None:
         grad_total = grad_total.contiguous()
     grad_x = torch.empty_like(total, dtype=grad.dtype)
@@ -56,7 +57,7 @@ def add_norm_backward(
 def gated_norm(
     x: Tensor, z: Tensor, weight: Tensor, eps: float, group_size: int, gate_last: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns (normed, scale): scale (rows, groups) is the factor that normed each group."""
+    """Returns (normed, scale). scale (rows, groups) is the factor by which each group was multiplied to normalize it."""
     x = x.contiguous()
     z = triton.rows(z)
     normed = torch.empty_like(x)
@@ -75,7 +76,8 @@ def gated_norm_backward(
     normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of x, z and weight. The gradient of z is written to `grad_z`, if given; the rows of
-    `grad_z` may have any stride. The norm's output is written to `normed`, if given, without a gate that comes last."""
+    `grad_z` may have any stride. The norm's output is written to `normed`, if given; with gate_last, this is the output
+    before the gate."""
     x = x.contiguous()
     z = triton.rows(z)
     grad_x = torch.empty_like(x)
@@ -138,7 +140,7 @@ def _norm_back(
 
 
 class _AddNorm(Function):
-    """The gradient of add_norm, which keeps the sum instead of the inputs."""
+    """add_norm with its gradient. For the backward pass, it keeps the sum instead of the inputs."""
 
     @staticmethod
     def forward(

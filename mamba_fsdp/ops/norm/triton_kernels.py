@@ -37,7 +37,8 @@ def norm(
     z_row=0,
     GATE_LAST: tl.constexpr = False,
 ):
-    """Writes the result to OUT, X + RESIDUAL to TOTAL, unless it is None, and the factor that normed each group to SCALE."""
+    """Writes the result to OUT, and X + RESIDUAL to TOTAL unless TOTAL is None. Writes the factor by which each group was
+    multiplied to normalize it to SCALE (rows, groups)."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.num_programs(1)
     group = tl.program_id(1)
@@ -85,8 +86,8 @@ def norm_back(
     GATE_LAST: tl.constexpr = False,
 ):
     """Writes the gradients. X is the input of the forward pass, or TOTAL if there was a residual. GRAD and GRAD_TOTAL are
-    the gradients of OUT and TOTAL. The norm's output, without a gate that comes last, is written to NORMED, unless it is
-    None."""
+    the gradients of OUT and TOTAL. Unless NORMED is None, writes the norm's output to it; with GATE_LAST, this is the output
+    before the gate."""
     program = tl.program_id(0).to(tl.int64)
     groups = tl.num_programs(1)
     group = tl.program_id(1)

@@ -35,7 +35,7 @@ class _Chunk:
     ) -> None:
         real = A.dtype
         self.raw_delta = dt[:, span].to(real) + dt_bias
-        self.delta = F.softplus(self.raw_delta)  # (batch, steps, d_inner), as u and input
+        self.delta = F.softplus(self.raw_delta)  # (batch, steps, d_inner), like u and input
         self.u = u[:, span].to(real)
         self.input = self.delta * self.u
         self.B, self.C = (
@@ -63,8 +63,9 @@ class _Chunk:
         return states
 
     def adjoints(self, grad_y: Tensor, grad_exit: Tensor) -> Tensor:
-        """Returns the gradient of the state after each position. grad_y: the gradient of y; grad_exit: the gradient of the
-        last state through later chunks."""
+        """Returns the gradient of the state after each position, (steps, batch, d_state, d_inner).
+
+        grad_y: the gradient of y before the gate. grad_exit: the gradient of the last state through later chunks."""
         adjoints = self.outer(grad_y, self.C.unsqueeze(3))
         behind = adjoints[-1].add_(grad_exit)
         for step in range(len(adjoints) - 2, -1, -1):
@@ -136,8 +137,8 @@ class _Scan(torch.autograd.Function):
             grad_B[:, span] = chunk.over_channels(adjoints, chunk.input)
             grad_input = chunk.over_states(chunk.B, adjoints)
             carried = adjoints[0] * chunk.decay[0]
-            # Through the decay, the gradient of delta is adjoint * previous state * decay * A. The gradient of A has delta
-            # as the last factor.
+            # Through the decay, the gradient of delta is adjoint * previous state * decay * A. In the gradient of A, the
+            # last factor is delta instead of A.
             through_decay = chunk.decay.mul_(adjoints)
             through_decay[0].mul_(entry)
             through_decay[1:].mul_(states[:-1])
@@ -166,9 +167,11 @@ def apply(
     initial_state: Tensor | None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns selective_scan computed by an autograd function. The function takes A, D, dt_bias and the state in
-    compute type, A and states with d_inner, the long dimension, last, and `starts` in place of seq_idx: True where a
-    document starts, except at the row's first position.
+    """Returns the result of selective_scan, computed by `function`, an autograd function.
+
+    The function takes A, D, dt_bias and the state in compute type. d_inner, the long dimension, is the last one of A and
+    of states. Instead of seq_idx, the function takes `starts` (batch, length): True where a document starts, except at the
+    first position of a row.
     """
     A = A.T.to(compute_type(u)).contiguous()
     D = D.to(A.dtype).contiguous()

@@ -19,9 +19,9 @@ struct scan {
     const uint8_t *starts;                        /* (batch, length), 1 where the state is reset; may be null */
     io *out;                                      /* (batch, length, d_inner) */
     real *entries;                                /* (batch, chunks, d_state, d_inner); null when no gradient is wanted */
-    real *state;                                  /* (batch, d_state, d_inner), in: initial, out: last */
+    real *state;                                  /* (batch, d_state, d_inner); the last state replaces the initial one */
     const io *grad_out;
-    real *grad_state;                             /* (batch, d_state, d_inner), in: of the last, out: of the initial */
+    real *grad_state;                             /* (batch, d_state, d_inner); for the last state, then for the initial one */
     io *grad_u, *grad_dt, *grad_z;                /* (batch, length, d_inner) */
     real *grad_B, *grad_C;                        /* (groups, batch, length, d_state) */
     real *grad_A, *grad_D, *grad_bias;            /* (batch, d_state, d_inner), (batch, d_inner), (batch, d_inner) */
@@ -33,7 +33,7 @@ struct place {
     int steps, lanes;
 };
 
-/* The inputs of one chunk and one set of lanes; x is delta * u. */
+/* The inputs of one chunk and one set of lanes. raw is dt + bias, delta is softplus(raw), and x is delta * u. */
 struct tile {
     real u[STEPS][LANES], raw[STEPS][LANES], delta[STEPS][LANES], x[STEPS][LANES], z[STEPS][LANES];
     real D[LANES];
@@ -66,9 +66,9 @@ static void load_tile(const struct scan *s, struct place p, struct tile *tile)
     }
 }
 
-/* Computes one position: h = exp2(delta A) h + x B, y = C . h, with A times log2(e). With `keep`, a constant at each call,
- * the decay is written to `decay` for the backward pass. Sums here and below are local arrays whose address is passed
- * nowhere: only then do compilers keep them in registers. */
+/* Computes one position: h = exp2(delta A) h + x B, y = C . h. The argument A is already multiplied by log2(e). If `keep` is
+ * not 0, the decay is written to `decay` for the backward pass; each call passes a constant as `keep`. Sums here and below
+ * are local arrays whose address is passed nowhere: only then do compilers keep them in registers. */
 static inline void step(int keep, int64_t d_state, const real *A, const real *delta, const real *x, const io *B, const io *C,
                         const real *before, real *after, real *decay, real *y)
 {
@@ -235,7 +235,7 @@ static void backward_group(const struct scan *s, int64_t row, int64_t group, rea
 int64_t scan_steps(void) { return STEPS; }
 int64_t scan_group(void) { return GROUP; }
 
-/* Both functions return 0, or 1 without enough memory. */
+/* Both functions return 0, or 1 if there is not enough memory. */
 int scan_forward(const struct scan *s)
 {
     const int64_t blocks = (s->d_inner + LANES - 1) / LANES;

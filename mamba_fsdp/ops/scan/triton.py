@@ -14,7 +14,7 @@ why_unavailable = triton.why_unavailable
 TILE = 4  # positions that a kernel reads together
 CHUNK = 64  # positions from one kept state to the next
 FILL = 1024  # programs that keep a GPU busy; if batch and channels give fewer, rows are cut into segments
-# Channels of a program. A program has a warp for every 16 states.
+# Channels of a program, in the forward and in the backward pass. A program has a warp for every 16 states.
 FORWARD_CHANNELS = 32
 CHANNELS = 32
 # The largest d_state that each version of Triton is known to compile. With 128, the compiler of Triton 2.2 crashes.
@@ -46,15 +46,17 @@ def why_not(use: Use) -> str | None:
 
 
 def segments_of(programs: int, chunks: int) -> tuple[int, int]:
-    """Returns the number of segments of a row, and the number of chunks of a segment. programs: their number if rows are
-    not cut."""
+    """Returns the number of segments of a row, and the number of chunks of a segment.
+
+    programs: the number of programs if rows are not cut into segments. chunks: the number of chunks of a row."""
     most = min(chunks, -(-FILL // programs))
     segment_chunks = -(-chunks // most)
     return -(-chunks // segment_chunks), segment_chunks
 
 
 def _state(initial: Tensor | None) -> Tensor | None:
-    """Returns a state (batch, d_inner, d_state) as (batch, d_state, d_inner). None counts as zeros."""
+    """Returns a state (batch, d_inner, d_state) as (batch, d_state, d_inner). Returns None for None, which the kernels take
+    as a state of zeros."""
     return None if initial is None else initial.mT.float().contiguous()
 
 
@@ -114,8 +116,11 @@ class _Scan:
         sweep[self.blocks, segments, self.batch](u=u, **self.shared, **others)
 
     def cut(self, u: Tensor, reverse: bool) -> None:
-        """If rows are cut, computes the state at the end of each segment, started from zeros. From these, the kernels
-        compute the states before the segments."""
+        """If rows are cut into segments, computes the state at the end of each segment, for a state of zeros before the
+        segment. From these states, the kernels compute the true states before the segments.
+
+        reverse: computes the gradient of the state before each segment instead, for a gradient of zeros after it. u is then
+        the gradient of y."""
         ends = self.slabs(self.batch, self.segments)
         self.shared["ends"] = ends
         self.shared["totals"] = self.floats(self.batch, self.segments, self.channels)
@@ -127,8 +132,8 @@ class _Scan:
 def scan_forward(
     inputs: Inputs, state: Tensor | None, keep: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (y, last state, entries). With `keep`, entries are the states before each chunk, (batch, chunks, d_state,
-    d_inner), from which scan_backward starts."""
+    """Returns (y, last state, entries). With `keep`, `entries` contains the state before each chunk, (batch, chunks,
+    d_state, d_inner), for scan_backward. Otherwise it is empty."""
     scan = _Scan(inputs, FORWARD_CHANNELS)
     u = inputs.u
     last = scan.slabs(scan.batch)
@@ -215,7 +220,8 @@ def _forward(
 
 
 def _backward(*inputs: Any) -> tuple[Tensor, ...]:
-    grad, grad_last, u, dt, A, B, C, *rest, _, entries = inputs  # entries replace the state
+    # The backward pass uses `entries` and does not need the initial state.
+    grad, grad_last, u, dt, A, B, C, *rest, _, entries = inputs
     scanned = Inputs(u, dt, A, torch.stack([B, C], 2), *rest)
     grad_u, grad_dt, grad_A, grad_BC, *grads, _ = scan_backward(grad, grad_last, scanned, entries)
     return grad_u, grad_dt, grad_A, *grad_BC.unbind(2), *grads

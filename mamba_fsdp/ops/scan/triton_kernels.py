@@ -89,7 +89,7 @@ def _steps(dt, bias, starts, inside, EVEN):
 
 @triton.jit
 def _alone(CHANNELS):
-    """Returns the program's channels, (1, CHANNELS), so that a thread reads one channel at a time."""
+    """Returns the program's channels, (1, CHANNELS), with a hint that makes a thread read one channel at a time."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     return tl.multiple_of(channel[None, :], (1, 1))
 
@@ -176,12 +176,13 @@ def _through_chunk(  # noqa: PLR0915
     N,
     CHANNELS,
 ):
-    """Returns the state after `tiles` tiles, beginning with tile number `tile` and the state h, and `sums`. REVERSE:
-    goes backward. A, D and bias are values, (N or 1, CHANNELS); the pointers are to the row. y is written to `out`.
+    """Goes through `tiles` tiles, from the state h and the tile number `tile` on; with REVERSE, backward. Returns the state
+    after these tiles, and `sums` (4, CHANNELS). Writes y to `out`.
 
-    Without `out`, the steps are added to `sums`, (4, CHANNELS). With `scratch`, (tiles + 1, N + 4, CHANNELS), the state
-    before each tile and the tile's deltas are written to it, then the last state; also the gradient of z is written,
-    and the gradient of D is added to `sums`.
+    A (N, CHANNELS), D and bias (1, CHANNELS) are values; the pointers point to the row. Without `out`, the steps are
+    added to `sums`. With `scratch` (tiles + 1, N + 4, CHANNELS), the state before each tile and the deltas of the tile are
+    written to it, followed by the last state. The gradient of z is then written too, and the gradient of D is added to
+    `sums`.
     """
     n = tl.arange(0, N)[:, None]
     four = tl.arange(0, 4)[:, None]
@@ -269,8 +270,10 @@ def _through_chunk(  # noqa: PLR0915
 
 @triton.jit
 def _entering(h, ends, totals, A, slab, channels, other, order, count, both, here):
-    """Returns the state after `count` segments, computed from the results of LOCAL sweeps. The first segment is number
-    `other`; `order` is 1 or -1."""
+    """Returns the state after `count` segments, computed from the state h before them and the results of LOCAL sweeps.
+
+    other: the number of the first of these segments. order: 1 if the numbers of the next ones increase, -1 if they
+    decrease."""
     for i in range(0, count):
         decay = tl.math.exp2(_load(totals + (other + i * order) * channels, here) * A)
         h = decay * h + _load(ends + (other + i * order) * slab, both)
@@ -309,9 +312,10 @@ def sweep(
 ):
     """Writes y, the last state and, unless `entries` is None, the state at each chunk's entry.
 
-    LOCAL: instead, it starts each segment but the last from a state of zeros, and writes the state at its end and the sum
-    of its steps; out, entries and last are None. LOCAL and REVERSE: it starts each segment but the first from zeros at its
-    end, and writes the adjoint at its start; u is then the gradient of y.
+    LOCAL: instead, it goes through each segment but the last from a state of zeros. It writes the state at the end of the
+    segment to `ends` and the sum of the segment's steps to `totals`; out, entries and last are None. LOCAL and REVERSE: it
+    goes backward through each segment but the first, from zeros at the segment's end. It writes the adjoint (the gradient of
+    the state) at the segment's start to `ends`; u is then the gradient of y.
     """
     row = tl.program_id(2).to(tl.int64)
     segment = tl.program_id(1)
@@ -442,8 +446,9 @@ def _back(
     inside,
     N,
 ):
-    """Returns the adjoint of the state before position i of a tile, and both sums with this position added. The argument
-    g is the adjoint of the state after the position, without the part from y at the position."""
+    """Returns the adjoint (the gradient) of the state before position i of a tile, and sum_A and sum_bias with this
+    position added. Writes the other gradients of the position. The argument g is the adjoint of the state after the
+    position, without the part from y at the position."""
     grad_BC += i * 2 * N
     g += grad_y[None, :] * c[:, None]
     tl.store(grad_BC + N, tl.sum(after * grad_y[None, :], axis=1))
@@ -494,8 +499,8 @@ def backward(  # noqa: PLR0915
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Writes all gradients and y. grad_BC has a part of the gradients of B and C for each block of channels; grad_sums has
-    parts of the gradients of A, D and the bias, side by side, for each row and segment."""
+    """Writes all gradients and y. grad_BC gets the contribution of each block of channels to the gradients of B and C.
+    grad_sums gets, side by side, the contributions of each row and segment to the gradients of A, D and the bias."""
     row = tl.program_id(2).to(tl.int64)
     segment = tl.program_id(1)
     segments = tl.num_programs(1)

@@ -34,14 +34,14 @@ def ssd(
     return_last_state: bool = False,
     backend: str = "reference",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns y, like x, for whole sequences of any length, or with `return_last_state` (y, last state in compute
-    type).
+    """Returns y, in the shape and dtype of x. With return_last_state, returns (y, last state), the state in float32, or in
+    float64 for float64 inputs. The sequences can have any length.
 
-    x (batch, length, heads, headdim); dt (batch, length, heads) before bias and softplus; A (heads), negative; B, C
-    (batch, length, groups, d_state); each group serves an equal number of consecutive heads; D, dt_bias (heads);
-    seq_idx (batch, length): the state is reset to zero where it changes; initial_state (batch, heads, headdim,
-    d_state), or None for zeros: the state before the first document of each row. `chunk_size` is the fused kernel's;
-    the result does not depend on it.
+    x (batch, length, heads, headdim); dt (batch, length, heads), before bias and softplus; A (heads), negative; B, C
+    (batch, length, groups, d_state), where each group serves an equal number of consecutive heads; D, dt_bias (heads).
+    seq_idx (batch, length): the state is reset to zero where seq_idx changes. initial_state (batch, heads, headdim,
+    d_state): the state before the first document of each row; None stands for zeros. chunk_size: the size of chunks in
+    the fused kernel, and the largest size in the reference; the result does not depend on it.
     """
     assert x.shape[2] % B.shape[2] == 0, f"{B.shape[2]} groups don't divide {x.shape[2]} heads"
     return BACKENDS[backend].ssd(
@@ -52,13 +52,13 @@ def ssd(
 def weighted_ssd(
     x: Tensor, decay: Tensor, weight: Tensor, B: Tensor, C: Tensor, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns what `ssd` returns, of the recurrence with an independent decay and input weight, both (batch, length,
-    heads):
+    """Returns what `ssd` returns, for a recurrence whose decay and input weight, both (batch, length, heads), do not depend
+    on each other:
 
         h[t] = exp(-decay[t]) h[t-1] + weight[t] x[t] B[t]^T,    y[t] = h[t] C[t]
 
-    It is the SSD with A = -1, delta = decay, and x times weight / decay. decay is positive; x, B, C and the options are
-    as in `ssd`.
+    This is the SSD with A = -1, delta = decay, and x multiplied by weight / decay. decay must be positive. x, B, C and the
+    options are as in `ssd`.
     """
     decay = decay.clamp(min=1e-20)  # too small to change a state in any precision
     dt = decay + torch.log(-torch.expm1(-decay))  # the inverse of softplus

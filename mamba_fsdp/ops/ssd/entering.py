@@ -13,8 +13,8 @@ from mamba_fsdp.ops.ssd.reference import running_sums
 
 
 def decays_from_start(dt: Tensor, A: Tensor, dt_bias: Tensor) -> Tensor:
-    """Returns the factor of the entering state after each position, (batch, length, heads) in compute type. dt (batch,
-    length, heads) and A, dt_bias (heads) are as in ssd."""
+    """Returns exp(s[t]), the factor by which the positions up to t multiply a state before the first position: a tensor
+    (batch, length, heads) in compute type. dt (batch, length, heads) and A, dt_bias (heads) are as in `ssd`."""
     real = compute_type(dt)
     delta = F.softplus(dt.to(real) + dt_bias.to(real))
     exponents = running_sums((delta * A.to(real)).unsqueeze(1))
@@ -22,9 +22,11 @@ def decays_from_start(dt: Tensor, A: Tensor, dt_bias: Tensor) -> Tensor:
 
 
 def output_of_state(C: Tensor, state: Tensor, decays: Tensor) -> Tensor:
-    """Returns the output of the state before the first position, (batch, length, heads, headdim). C (batch, length,
-    groups, d_state), state (batch, heads, headdim, d_state), decays (batch, length, heads). The product runs in C's
-    dtype."""
+    """Returns the part of the output that comes from the state before the first position, (batch, length, heads,
+    headdim).
+
+    C (batch, length, groups, d_state); state (batch, heads, headdim, d_state): the state before the first position;
+    decays (batch, length, heads): the result of decays_from_start. The state is multiplied with C in C's dtype."""
     groups = C.shape[2]
     by_group = state.to(C.dtype).unflatten(1, (groups, -1)).flatten(2, 3)
     read = torch.einsum("zlgn,zgkn->zlgk", C, by_group)

@@ -76,7 +76,7 @@ def _hand_over(
     """Returns the state entering each chunk, and the last state. Through each chunk, in the given order, the state is
     multiplied by the chunk's `decay`, and `added` is added.
 
-    added, decay (batch, chunks, groups, d_state, channels), decay with d_state 1.
+    added (batch, chunks, groups, d_state, channels); decay (batch, chunks, groups, 1, channels).
     """
     entering = [None] * added.shape[1]
     for chunk in (
@@ -90,7 +90,8 @@ def _hand_over(
 def _states(
     x: Tensor, delta: Tensor, B: Tensor, from_start: Tensor, to_end: Tensor, state: Tensor
 ) -> tuple[Tensor, ...]:
-    """Returns x scaled by its weight in the chunk's last state, each chunk's decay, and the states of _hand_over."""
+    """Returns x multiplied by its weight in the chunk's last state, the decay over each chunk, and the two results of
+    _hand_over: the state entering each chunk, and the last state."""
     groups = B.shape[3]
     scaled = (x * (delta * to_end).unsqueeze(4)).flatten(3).unflatten(3, (groups, -1))
     decay = from_start[:, :, -1].repeat_interleave(x.shape[4], 2).unflatten(2, (groups, 1, -1))
@@ -100,8 +101,8 @@ def _states(
 
 class _SSD(torch.autograd.Function):
     """SSD with its gradients. x (batch, length, heads, headdim), B and C are of any dtype. delta (batch, length, heads)
-    after softplus, A, D and state (batch, groups, d_state, channels of a group) are in compute type; seq_idx is in
-    chunks.
+    after softplus, A, D and state (batch, groups, d_state, channels of a group) are in compute type. seq_idx is (batch,
+    chunks, size).
 
     Indices: z row, c chunk, i and j positions of a chunk, h head, p channel of a head, g group, k channel of a group, n
     state.
@@ -174,7 +175,7 @@ class _SSD(torch.autograd.Function):
         within = within.unflatten(2, by_group).mul_(CB).flatten(2, 3)
         grad_input += torch.einsum("zchij,zcihp->zcjhp", within, grad_)
 
-        # delta[t] A is in the exponent of each decay over position t, from an earlier to a later position.
+        # The exponent of the decay from position j to i is the sum of delta[t] A with j < t <= i.
         grad_within.diagonal(dim1=3, dim2=4).zero_()
         passing = (grad_within.sum(4) - grad_within.sum(3)).transpose(2, 3) + grad_from_start
         backwards = None if seq_idx is None else seq_idx.flip(2)

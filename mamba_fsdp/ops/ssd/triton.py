@@ -1,8 +1,9 @@
 """Computes SSD in Triton. The forward pass is one sweep that keeps the states in registers and reads and writes only
 inputs and outputs. If batch and heads are too few to fill a GPU, segments of the sequence run in parallel, after a sweep
-from which the states before them follow. The backward pass recomputes the states before pairs of chunks, and their
-gradients after the pairs, by a sweep from each end. Then it computes all gradients: through positions of the same pair,
-and through the states. Equal sizes give equal bits, because sums have a fixed order."""
+from which the states before them follow. The backward pass recomputes the states before pairs of chunks by a sweep from
+the beginning, and computes the gradients of the states after the pairs by a sweep from the end. From both, it computes all
+other gradients: through positions of the same pair, and through the states. Equal runs give equal bits, because the order
+of sums depends only on sizes."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.backends import Use
 
 why_unavailable = triton.why_unavailable
-# With num_stages above 1, Triton copies the next inputs of a loop ahead. On compute capability 10 and 12, Triton 3.5 to 3.7
+# With num_stages above 1, Triton prefetches the next inputs of a loop. On compute capability 10 and 12, Triton 3.5 to 3.7
 # then computes wrong results (state-spaces/mamba #997), so num_stages is 1 there.
 _NARROW = {"P": 32, "num_warps": 4, "num_stages": 2}
 SWEEP = {
@@ -128,13 +129,14 @@ class _Call:
         )
 
     def options(self, table: Mapping[tuple[int, int], triton.Blocks]) -> dict[str, int]:
-        """Returns the options of a launch, from the table. A program has at most the channels of a head, and at most as
-        many as its registers hold states for."""
+        """Returns the options of a launch, from the table. The number of channels of a program, P, is reduced to those of a
+        head, and so far that the registers of the program hold its states."""
         options = dict(triton.blocks(table, self.x.device))
         headdim = self.constants["HEADDIM"]
         most = min(options["P"], STATES // self.constants["N"], 1 << (headdim - 1).bit_length())
         P = max(16, most)
-        if "ROWS" in options and self.W < 2 * CHUNK:  # for d_state above 128
+        # W is smaller than 2 * CHUNK if d_state is above 128.
+        if "ROWS" in options and self.W < 2 * CHUNK:
             options["ROWS"] = 16
         return options | {"P": P, "TILES": -(-headdim // P)}
 
@@ -151,8 +153,9 @@ class _Call:
         keep: bool = False,
         reverse: bool = False,
     ) -> tuple[Any, Tensor]:
-        """Writes the outputs to `out`, whose rows may have any stride. Returns (states before each pair of
-        chunks, or None without keep; last state). See the kernel `sweep`."""
+        """Writes the outputs to `out`, whose rows may have any stride. Returns (the state before each pair of chunks, or
+        None without `keep`; the last state). With `reverse`, the states are gradients of states: after each pair, and of
+        the initial state. See the kernel `sweep`."""
         from mamba_fsdp.ops.ssd.triton_kernels import sweep
 
         options = self.options(SWEEP)
@@ -203,7 +206,7 @@ class _Call:
 
 def ssd_forward(inputs: Inputs, remake: bool = False) -> tuple[Tensor, Any]:
     """Returns (y, last state). The backward pass needs only the inputs. With `remake`, returns (y, (call, states before each
-    pair of chunks)); given these, ssd_backward needs one sweep less."""
+    pair of chunks)). If ssd_backward gets this pair of values as `remade`, it needs one sweep less."""
     x = inputs.x
     y = x.new_empty(x.shape)
     if x.is_meta and not remake:
@@ -221,10 +224,12 @@ def ssd_backward(
     remade: tuple[_Call, Tensor] | None = None,
     results: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of x, dt, A, B, C, D, dt_bias and the initial state; None counts as a state of zeros.
-    remade: what ssd_forward with `remake` returns. results: tensors to which the gradients of x, of
-    dt, and of B and C (batch, length, 2, groups, d_state) are written; their rows may have any stride, the same over the
-    whole batch."""
+    """Returns the gradients of x, dt, A (or log(-A), if a_is_log), B, C, D, dt_bias and the initial state.
+
+    grad_last: the gradient of the last state; None stands for zeros. remade: the second result of ssd_forward with
+    `remake`. results: three tensors to which the gradients of x, of dt, and of B and C (batch, length, 2, groups, d_state)
+    are written; their rows may have any stride, the same over the whole batch. With `results`, None is returned in place of
+    the gradients of B and C."""
     from mamba_fsdp.ops.ssd.triton_kernels import far, finish, near
 
     if remade is None:
@@ -242,7 +247,7 @@ def ssd_backward(
         grad, call.C, call.B, grad_last, grad_x, keep=True, reverse=True
     )
     near_options = call.options(NEAR)
-    # The copies of all tiles of a head must fit the 99 KiB of shared memory of compute capability 8.6 and 8.9.
+    # The prefetched tiles of a head must fit into the 99 KiB of shared memory of compute capability 8.6 and 8.9.
     if near_options["TILES"] > (3 if triton.is_version_2() else 4):
         near_options["num_stages"] = 1
     far_options = call.options(FAR)

@@ -10,8 +10,8 @@ units of 2**-8 and `low`, are exact in fp32, and so are their differences.
 Q: positions of a chunk; W: positions of a pair; P: channels of a head in a program; N: d_state; P and N are padded.
 WIDE: matrix products are computed in fp32, as the interpreter needs.
 
-A loop over heads loads the steps of the next head ahead. With num_stages above 1, Triton loads x, grad_y and the states
-ahead by asynchronous copies.
+A loop over heads loads the steps of the next head before it computes the current one. With num_stages above 1, Triton
+also prefetches x, grad_y and the states, by asynchronous copies.
 """
 
 import triton
@@ -129,8 +129,8 @@ def steps_of(steps, plane, row, r, W: tl.constexpr):
 
 @triton.jit
 def decays(high, low, high_end, low_end, goes_on, lasts, through):
-    """Returns the decays from before the first position to each, from each to the last, and from before the first to
-    the last."""
+    """Returns the decays from before the first position to each position, from each position to the last one, and from
+    before the first position to the last one."""
     from_start = tl.where(goes_on, tl.exp(high + low), 0.0)
     to_end = tl.where(lasts, tl.exp((high_end - high) + (low_end - low)), 0.0)
     total = tl.where(through, tl.exp(high_end + low_end), 0.0)
@@ -139,8 +139,8 @@ def decays(high, low, high_end, low_end, goes_on, lasts, through):
 
 @triton.jit
 def decays_within(high, low, document, r, DOCUMENTS: tl.constexpr, REVERSE: tl.constexpr):
-    """Returns the decays from position j to i of a chunk, (i, j), or (j, i) if REVERSE; 0 for later j and other
-    documents."""
+    """Returns the decays from position j to i of a chunk, as a matrix (i, j), or (j, i) if REVERSE. A decay is 0 if j is
+    after i or in another document."""
     exponents = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
     seen = r[:, None] >= r[None, :]
     if REVERSE:
@@ -311,9 +311,10 @@ def near(  # noqa: PLR0915
     N: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Writes the gradients of B and C through the other positions of a pair, for up to BLOCK heads of a group.
+    """Writes the gradients of B and C through the positions of a pair, for up to BLOCK heads of a group. Writes the first
+    three of the `flows`.
 
-    grad_B, grad_C (blocks of a group's heads, batch, length, groups, d_state) are to be summed over the blocks. flows
+    grad_B, grad_C (blocks of a group's heads, batch, length, groups, d_state): the caller sums them over the blocks. flows
     (batch, heads, pairs, 5, W): see `finish`. All three are fp32.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
@@ -368,8 +369,8 @@ def near(  # noqa: PLR0915
     place = (((block * batches + batch) * length + start + r) * groups + group) * D_STATE
     in_row = r < left
     in_state = n < D_STATE
-    # Not dot(trans(grad_cb), c): with such an operand in registers, Triton 3.4 and newer have computed wrong results on Hopper
-    # (flash-linear-attention #640).
+    # The result is not computed as dot(trans(grad_cb), c): with such an operand in registers, Triton 3.4 and newer have
+    # computed wrong results on Hopper (flash-linear-attention #640).
     tl.store(
         grad_B + place[None, :] + n[:, None],
         dot(tl.trans(c), grad_cb.to(T)),
@@ -413,10 +414,11 @@ def far(  # noqa: PLR0915
     WIDE: tl.constexpr,
 ):
     """Writes the gradients of B and C through the states, for ROWS of a pair's positions and up to BLOCK heads of a
-    group.
+    group. Writes the last two of the `flows`.
 
     entering, leaving: the states before the pair, and the gradients of the states after it. Programs of the same pair
-    are neighbours, so both are read from memory once. grad_B, grad_C, flows: as in `near`.
+    run at about the same time, so `entering` and `leaving` are read from memory only once. grad_B, grad_C, flows: as in
+    `near`.
     """
     T: tl.constexpr = tl.float32 if WIDE else x.dtype.element_ty
     per_group = tl.cdiv(SHARE, BLOCK)
@@ -516,13 +518,17 @@ def finish(
     A_IS_LOG: tl.constexpr,
     W: tl.constexpr,
 ):
-    """Writes grad_dt (batch, length, heads), and totals (3, batch, pairs, heads), this pair's part of the gradients of
-    A, the bias and D.
+    """Writes grad_dt (batch, length, heads), and each pair's contribution to the gradients of A, the bias and D to totals
+    (3, batch, pairs, heads).
 
-    `flows` has five products with the gradients for each position: from its input to the pair's outputs; from the
-    pair's inputs to its output; from its input to its own output through D, without the factor D; from earlier pairs to
-    its output, and for the last position also from earlier to later pairs; from its input to later pairs. The flows of
-    an input are without its factor delta, the flows to an output include delta.
+    A flow is what inputs contribute to outputs, multiplied by the gradients of these outputs. `flows` has five of them
+    for each position, in this order:
+
+        outflow   from its input to the outputs of its pair, without the factor delta of the position
+        inflow    from the inputs of its pair to its output, with their factors delta
+        through   from its input to its own output through D, without the factor D
+        read      from earlier pairs to its output; for the last position, also from earlier pairs to later pairs
+        kept      from its input to later pairs, without the factor delta of the position
     """
     head = tl.program_id(0)
     pair = tl.program_id(1)
@@ -540,8 +546,8 @@ def finish(
     kept = tl.load(flow + 4 * W)
     delta = tl.load(steps + row * W + r)
 
-    # delta[t] A is in the exponent of each decay over position t, from an earlier input to a later output. The flow over
-    # t within the pair is the flow from earlier inputs minus the flow to earlier outputs.
+    # The exponent of the decay from position j to i is the sum of delta[t] A with j < t <= i. `passing` is therefore the
+    # sum of the flows from inputs before t to outputs at or after t.
     passing = tl.where(
         r[:, None] >= r[None, :], read[:, None], (delta * (outflow + kept) - inflow)[:, None]
     )
