@@ -10,7 +10,7 @@ from mamba_fsdp.importing.kinds import CLEAN
 from mamba_fsdp.importing.text_files import MAX_TEXT_LENGTH, open_text, read_lines
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
-DELIMITERS = ",;\t|"  # by default, the most frequent one in the header
+DELIMITERS = ",;\t|"  # the default is the one that is most frequent in the header
 
 csv.field_size_limit(MAX_TEXT_LENGTH)  # the default limit, 128 KiB, is shorter than a book
 
@@ -49,7 +49,9 @@ def _document_of(row: dict, rows: csv.DictReader, column: str) -> Document | Fau
 
 
 def _check_header(header: list[str], column: str) -> None:
-    """Raises ValueError if the header of a CSV file has no unique field with the text."""
+    """Raises ValueError if a CSV header contains `column` twice, or only one other field.
+
+    `document_from_record` reports any other header without `column`."""
     if header.count(column) > 1:
         raise ValueError(f"the header contains {column!r} twice; rename one of the two fields")
     if len(header) == 1 and header[0] != column:

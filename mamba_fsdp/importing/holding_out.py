@@ -23,9 +23,10 @@ def to_fraction(fraction: float) -> Fraction:
 class Holdout:
     """Divides the tokens of the input into stretches of equal length, and holds out one span of each.
 
-    A document is held out if it begins in a span. A document that is longer than a span is first split into units of that
-    length, so that one document can't make up all of the validation data, nor be absent from it. The position of a span in
-    its stretch is a hash of the number of the stretch, because equal distances could coincide with a period of the input.
+    A document is held out if it begins in a span. A document that is longer than a span is first split into units of the
+    length of a span, so that one document can't make up all of the validation data, nor be absent from it. The position of
+    a span in its stretch is a hash of the number of the stretch, because equal distances could coincide with a period of
+    the input.
     """
 
     def __init__(self, fraction: float, input: dict[str, Any], part: int) -> None:
@@ -45,8 +46,8 @@ class Holdout:
         """Divides consecutive tokens into units. Returns (the start of each unit (n,), whether it is held out (n,)).
 
         ends: (m,), the end of each document among these tokens; the last one is the number of tokens. position: the number
-        of tokens before them. open_tokens: how many of these belong to the first document. Its first unit can start before
-        the given tokens.
+        of tokens before the given tokens. open_tokens: how many of those earlier tokens belong to the first document. If
+        there are any, the first unit can have a negative start, because it began before the given tokens.
         """
         documents = np.append(-open_tokens, ends[:-1])
         units = -(-(ends - documents) // self.span)

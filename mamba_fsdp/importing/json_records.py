@@ -20,7 +20,7 @@ from mamba_fsdp.importing.text_files import (
 )
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 
-MAX_NAMES = 10  # fields in one message
+MAX_NAMES = 10  # maximum number of fields to list in a message
 DECODER = json.JSONDecoder()
 VALUE = re.compile(r"[^ \t\n\r]")  # matches the first character of a value
 

@@ -335,7 +335,9 @@ def tokenizer_path_in(path: str | Path) -> Path | None:
 def check_tokenizer_path(path: str | Path) -> Path:
     """Returns the path that tokenizer_path_in finds. Raises UserError if `path` exists and contains no tokenizer.
 
-    A name that does not exist is returned unchanged: it can be one on the Hub.
+    There are two cases in which `path` itself is returned: a name that does not exist can be one on the Hub, and transformers
+    can find a tokenizer for a folder with a config.json. Also raises UserError if the tokenizer is a pointer of Git LFS or
+    git-annex.
     """
     found = tokenizer_path_in(path)
     is_possible = not exists(path) or exists(Path(path, MODEL_CONFIG))
@@ -415,8 +417,9 @@ def contradicts(content: Kind | None, kind: str) -> bool:
 def input_kind(path: Path, format: str = "auto", is_alone: bool = False) -> Kind | None:
     """Returns the kind as which an import reads a file, or None if imports do not read it.
 
-    The kind is `format` if it is given. Otherwise it follows from the name of the file, or else from its content. If a
-    folder is imported, only files without an extension are opened for that. is_alone: whether the file is the only one.
+    The kind is `format` if it is given. Otherwise it follows from the name of the file, or else from its content. If a folder
+    is imported, only files without an extension, or with a number as extension, are opened to find their kind. is_alone:
+    whether the file is the only one.
     """
     extension = os.path.splitext(strip_compression(path.name.lower()))[1]
     kind = KINDS.get(format) or BY_NAME.get(extension)

@@ -113,7 +113,8 @@ def make_dataset(input: str, out: str | Path, options: DatasetConfig) -> bool:
 def _prepare(out: Path, overwrite: bool) -> None:
     """Creates the folder `out`. With `overwrite`, removes an earlier dataset in it.
 
-    Raises UserError if the folder contains other files, or if an import into it is running."""
+    Raises UserError if the folder is not empty and contains neither a dataset nor an unfinished import. With `overwrite`, also
+    raises UserError if an import into the folder is running."""
     make_folder(out, parents=True)
     is_dataset = exists(out / DATASET) or exists(out / PROGRESS)
     if not is_dataset and list_names(out):
@@ -133,7 +134,9 @@ def _prepare(out: Path, overwrite: bool) -> None:
 
 
 def _is_complete(out: Path, settings: dict[str, Any]) -> bool:
-    """Returns whether `out` is a complete dataset. Raises UserError if it was made with other settings."""
+    """Returns whether `out` is a complete dataset. If it is, removes temporary files of the import.
+
+    Raises UserError if `out` was made with other settings, or if a store in it is damaged."""
     if not has_settings(out / DATASET, settings):
         return False
     for name in stores_in(out):
@@ -199,7 +202,7 @@ class _Part:
 
     def _has_begun(self) -> bool:
         """Returns whether an import with these settings has already saved its progress. Raises UserError if an import with
-        other settings has."""
+        other settings has saved its progress here."""
         return has_settings(
             self.out / BEGUN,
             self.begun,
@@ -378,7 +381,8 @@ def _encode_batch(
         ids = document.content
         if isinstance(ids, str):
             ids = np.array(next(encoded), dtype=np.uint32)
-            # If the vocabulary contains the eos as an ordinary token, the text can contain it. It must not end the document.
+            # If the vocabulary contains the eos as an ordinary token, the text can contain it. This eos must not end the
+            # document.
             ids = ids[ids != tokenizer.eos]
         elif adds_eos:
             ids = _strip_separators(ids, document, separators)
@@ -391,7 +395,9 @@ def _encode_batch(
 def _strip_separators(
     ids: np.ndarray, document: Document, separators: list[int | None]
 ) -> np.ndarray:
-    """Returns `ids` without separators at the beginning and the end of the document. ids: the ids of a part of it."""
+    """Returns `ids` without separators at the beginning and the end of the document.
+
+    ids: the ids of the document, or of a part of it."""
     start = 0
     end = len(ids)
     while document.begins and start < end and ids[start] in separators:

@@ -24,7 +24,7 @@ from mamba_fsdp.storage.typed_json import FileName
 from mamba_fsdp.text import format_count
 
 MIN_VALIDATION_TOKENS = 32
-MAX_COMPARED = 1_000_000  # documents among which duplicates are counted
+MAX_COMPARED = 1_000_000  # duplicates are counted among at most this many documents
 DUPLICATES = "exact duplicates"
 EMPTY = "empty documents"
 SKIPPED_FILES = "that can't be read, from the first error on"
@@ -56,7 +56,8 @@ def merge(
 ) -> None:
     """Writes the stores in `out` and dataset.json, and prints what was left out.
 
-    parts: the folder and the state of each part. Raises UserError if there is no text, or too little for validation."""
+    parts: the folder and the state of each part. Raises UserError if there is no text, or too little for training or
+    validation."""
     # {store: [(folder of the part, entry in the index) of each file]}
     files: defaultdict[str, list[tuple[Path, StoreFile]]] = defaultdict(list)
     unreadable: dict[str, str] = {}
@@ -143,6 +144,6 @@ def _move_into(store: Path, files: list[tuple[Path, StoreFile]]) -> list[StoreFi
         name = FileName(f"{number:05d}")
         entries.append(replace(entry, name=name))
         for suffix in ("bin", "doc"):
-            with contextlib.suppress(FileNotFoundError):  # a process that was killed has moved it
+            with contextlib.suppress(FileNotFoundError):  # a killed process has moved it already
                 move(folder / f"{entry.name}.{suffix}", store / f"{name}.{suffix}")
     return entries

@@ -30,7 +30,7 @@ class PartState:
     position: Position = BEGINNING  # the position in the input
     # The number of tokens of all documents. It is only counted if some documents are held out.
     tokens: int = 0
-    open_tokens: int = 0  # the number of tokens of the last document if it has not ended
+    open_tokens: int = 0  # the number of tokens of the last document, or 0 if it has ended
     empty: int = 0  # the number of documents without a token, which are left out
     counts: dict[str, int] = field(default_factory=dict)  # see DocumentBatch.counts
     fault: str = ""  # the problem of the first record that was left out
@@ -69,7 +69,9 @@ class Pace:
 
 
 def read_part_state(folder: Path) -> PartState:
-    """Returns the progress of the part in `folder`. Raises UserError if the file with it is damaged."""
+    """Returns the saved progress of the part in `folder`, or an empty PartState if it has none.
+
+    Raises UserError if the file with the progress is damaged."""
     try:
         return read_object(folder / STATE, PartState, START_AGAIN)
     except FileNotFoundError:

@@ -47,7 +47,7 @@ class DocumentBatch:
     position: Position  # the position after the last item that was read
     store: str
     documents: list[Document] = field(default_factory=list)
-    size: int = 0  # the number of characters or tokens in them
+    size: int = 0  # the number of characters or tokens in `documents`
     counts: Counter[str] = field(default_factory=Counter)  # {SKIPPED or LINE_ENDS: count}
     fault: str = ""  # the problem of the first record that was skipped
 
@@ -78,7 +78,8 @@ def read_batches(
     """Yields batches of about `size` characters or tokens.
 
     start: the position of an earlier batch, to resume after it. Raises UnreadableFile for a file or a record that can't be
-    read. With options.skip_unreadable, it is counted instead.
+    read. With options.skip_unreadable, no error is raised: such a file is added to `share.unreadable`, and such a record
+    is counted in its batch.
     """
     documents = start.documents
     batch = None
@@ -136,7 +137,8 @@ def _documents(
 
 
 def _documents_of(file: InputFile, options: DatasetConfig) -> Iterator[Document | Fault]:
-    """Yields the documents of a file. Raises UnreadableFile, and StorageError after a minute of retries."""
+    """Yields the documents of a file. Raises UnreadableFile if its content can't be read, and StorageError if the
+    storage still fails after a minute of retries."""
     reader = reader_of(file.kind)
     try:
         if file.kind in TABLES:

@@ -97,8 +97,9 @@ def _documents_in(
 
 
 def _column_in(batch: pyarrow.RecordBatch, column: str) -> str:
-    """Returns the name of the column to read: `column`, or a column in TOKEN_COLUMNS in place of a missing column `text`. That
-    column must contain lists or be the only one, because a column of numbers could be a count of tokens."""
+    """Returns the name of the column to read: `column`, or a column in TOKEN_COLUMNS in place of a missing column `text`. The
+    column that takes its place must contain lists or be the only column, because a column of numbers could be a count of
+    tokens."""
     names = batch.schema.names
     if column != "text" or column in names:
         return column

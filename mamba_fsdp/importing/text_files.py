@@ -134,7 +134,9 @@ def check_head(kind: str, head: bytes) -> None:
 
 
 def text_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
-    """Yields the documents of a text file: the whole file, or the parts between the separators of options.documents."""
+    """Yields the documents of a text file: the whole file, or the parts between the separators of options.documents.
+
+    Raises ValueError if a part is too long."""
     with open_text(file, options.encoding) as stream:
         if options.documents == "file":
             yield Document(stream.read(MAX_TEXT_LENGTH + 1))

@@ -133,9 +133,9 @@ def _numpy_array(name: str, stream: BufferedReader) -> StoredArray:
     return StoredArray(stream, array.dtype, len(array), array.offset)
 
 
-# DataLayout consists of FILE.npy, little-endian int32 entries without a header, and FILE.npy.size with their number. Bits 0 to
-# 15 of an entry are the token, bits 16 to 29 its position in its document, and bit 30 is set if the token counts in the loss.
-# Positions have 14 bits. In longer documents they restart at 0, or keep the largest value.
+# DataLayout consists of FILE.npy, little-endian int32 entries without a header, and FILE.npy.size with the number of entries.
+# Bits 0 to 15 of an entry are the token, bits 16 to 29 its position in its document, and bit 30 is set if the token counts in
+# the loss. Positions have 14 bits. In longer documents they restart at 0, or keep the largest value.
 
 
 def datalayout_documents(file: InputFile, options: DatasetConfig) -> Iterator[Document]:
@@ -146,7 +146,7 @@ def datalayout_documents(file: InputFile, options: DatasetConfig) -> Iterator[Do
 
         def starts_in(start: int, end: int) -> np.ndarray:
             first = max(0, start - 1)
-            body = entries.read(first, end + 1)  # includes the entries before and after
+            body = entries.read(first, end + 1)  # one more entry on each side
             positions = body >> 16 & MAX_POSITION
             if ((positions > 0) & (body >> 30 & 1 == 0)).any():
                 raise ValueError(

@@ -5,9 +5,9 @@ For each architecture, translations.yaml lists the supported layers, the mapping
 stored tensors whose concatenation is a tensor of this program. This module contains the parts that do not fit into tables.
 
 transformers before version 5 normalizes the output of Mamba-2 over all channels; the reference implementation and this program
-normalize over each group. There, a model with ngroups > 1 can be loaded but gives other results. The Nemotron-H of transformers
-clamps dt to at least time_step_min. NVIDIA's implementation and this program use time_step_min only for initialization, so
-exports set it to 0.
+normalize over each group. In these versions, a model with ngroups > 1 can be loaded but gives other results. The Nemotron-H of
+transformers clamps dt to at least time_step_min. NVIDIA's implementation and this program use time_step_min only for
+initialization, so exports set it to 0.
 """
 
 import math
@@ -50,7 +50,7 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]
-    # The difference between the elements in this program and the stored elements.
+    # The elements in this program are the stored elements plus this number.
     shift: float = 0.0
 
 
@@ -86,8 +86,9 @@ class Architecture:
         return [layer.mixer, layer.mlp] in self.layers
 
     def lacks(self, config: ModelConfig) -> list[str]:
-        """Returns the reasons why the architecture can't represent the model, as parts of a sentence. The list is empty if it can:
-        then config.json, written and read again, describes the same model. The architecture must have the layers of the model."""
+        """Returns the reasons why the architecture can't represent the model, as parts of a sentence. The list is empty if the
+        architecture can: config.json, written and read again, then describes the same model. The architecture must have the
+        layers of the model."""
         absent = [name for name in self.needs if name in MIXERS and not config.has_mixer(name)]
         if absent:
             return [f"without {name}" for name in absent]
@@ -205,7 +206,7 @@ class Architecture:
         kind, rope = config.rope
         scaling: Table = {"rope_type": kind or "default", **rope}
         length: Table = {}
-        if kind in ("dynamic", "yarn"):  # transformers 4 only uses this field
+        if kind in ("dynamic", "yarn"):  # transformers 4 reads the original length only here
             length = {"max_position_embeddings": int(scaling.pop(ORIGINAL_LENGTH))}
         fields |= {"rope_parameters": {**fields, **scaling}, **length}
         if kind:  # transformers 4 reads rope_theta and the rotated fraction from the top level
@@ -278,7 +279,7 @@ class Architecture:
             names = self.tensors.get(f"{kinds[int(index)]['mixer']}:{kind}.{rest}", names)
             size, *columns = parameter.shape
             sizes = [size]
-            # Some formats store a parameter as several tensors. For the convolution, the rows of each tensor are those of
+            # Some formats store a parameter as several tensors. For the convolution, the tensors have as many rows as those of
             # the projection, because the channels of the convolution are the first outputs of the projection.
             if len(names) > 1:
                 projection = our_name.replace("conv1d", "in_proj")
@@ -360,8 +361,8 @@ def architecture_of(fields: Fields) -> Architecture:
 
 
 def _unit(name: str, config: ModelConfig) -> float:
-    """Returns the value of this field that corresponds to a multiplier of 1. For attention_multiplier, it is the usual scale of
-    the attention scores."""
+    """Returns the value of the field `name` that corresponds to a multiplier of 1. For attention_multiplier, it is the usual
+    scale of the attention scores."""
     return config.resolved_head_dim**-0.5 if name == "attention_multiplier" else 1.0
 
 

@@ -58,8 +58,8 @@ def write_model(
     and the biases of dt are always fp32. tokenizer: a folder with the tokenizer to write in place of the model's. model_name:
     see read_weights. trial: whether to test the export with transformers before `out` appears.
 
-    Raises UserError, and writes nothing, if the model can't be read, the format can't represent it, `out` exists, or the disk
-    can't be written.
+    Raises UserError, and writes nothing, if the model can't be read, the format can't represent it, `out` exists, the disk
+    can't be written, or the trial fails.
     """
     out = Path(out)
     with new_folder(out) as unfinished:
@@ -79,7 +79,8 @@ def publish(source: str | Path, folder: Path) -> None:
     """Writes a model in the format pth into the new folder `folder`.
 
     source: the path of the model. The parent of `folder` must exist. It is not created, because a process that takes over the
-    run moves it away, and this write must then fail. Raises UserError and OSError."""
+    run moves the parent away, and this write must then fail. Raises UserError if the model can't be read, and OSError or
+    UserError if it can't be written."""
     weights = read_weights(source)
     make_folder(folder)
     _write_all(folder, weights, "pth", "")

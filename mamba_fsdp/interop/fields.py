@@ -53,9 +53,9 @@ class Fields:
     ) -> Any:
         """Removes a field and returns its value.
 
-        default: returned if the field is absent or null. kind: the required type. limits: bounds of a number, see
-        `mamba_fsdp.fields.setting`; whole numbers must be at least 1, or at least 0 if the default is 0. Raises UserError for a
-        missing field without default, and for a value of another type or out of bounds.
+        default: returned if the field is absent or null, or "auto" for a name in AUTO. kind: the required type. limits: bounds
+        of a number, see `mamba_fsdp.fields.setting`; whole numbers must be at least 1, or at least 0 if the default is 0.
+        Raises UserError for a missing field without default, and for a value of another type or out of bounds.
         """
         value: Any = self.content.pop(name, None)
         if value is None or (value == "auto" and name in AUTO):
@@ -119,7 +119,7 @@ class Fields:
             self.refuse(name, f"is {value}; only [0, inf], which means no limit, can be converted")
 
     def inner(self, name: str) -> "Fields":
-        """Removes a field that contains an object. Returns the Fields of the object; they are empty if it is absent."""
+        """Removes a field that contains an object. Returns the Fields of the object, without any fields if it is absent."""
         return Fields(self.path, self.content.pop(name, None) or {}, f"{self.prefix}{name}.")
 
     def ignore(self, *names: str) -> None:

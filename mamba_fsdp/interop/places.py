@@ -72,8 +72,9 @@ def _weights_of(path: Path) -> str:
 
 
 def refuse_dcp(folder: Path) -> None:
-    """Raises UserError if `folder` is a checkpoint of torch.distributed.checkpoint or contains one. These are not read,
-    because their index is a pickle that can execute arbitrary code."""
+    """Raises UserError if `folder` is a checkpoint of torch.distributed.checkpoint or contains one.
+    Such checkpoints are not read, because their index is a pickle that can execute arbitrary
+    code."""
     indexes = [*folder.glob(DCP_INDEX), *folder.glob(f"*/{DCP_INDEX}")]
     if indexes:
         newest = max(indexes, key=lambda file: stat_of(file).st_mtime).parent

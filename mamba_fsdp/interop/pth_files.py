@@ -130,7 +130,7 @@ def _check_contains_no_code(path: Path) -> bool:
     with open_to_read(path) as file:
         begin = file.read(4)
     is_zip = begin == b"PK\x03\x04"
-    # torch.load uses the same reader, so that the same archive is checked and loaded.
+    # torch.load uses the same reader, so the checked content is the content that is loaded.
     is_script = (
         is_zip and "constants.pkl" in torch._C.PyTorchFileReader(str(path)).get_all_records()
     )
@@ -169,8 +169,8 @@ def write_pth(
     names, tensors: see write_safetensors. tied: {second name: name} for tensors that are stored under two names. Raises
     StorageError after a minute of retries, and other OSErrors immediately.
 
-    torch.save needs all tensors at the same time. They are first written to a temporary safetensors file. It is mapped into
-    memory, so that the kernel can drop pages that are not in use.
+    torch.save needs all tensors at the same time. They are first written to a temporary safetensors file. This file is
+    mapped into memory, so that the kernel can drop pages that are not in use.
     """
     mapped = path.with_suffix(".tensors")
     write_safetensors(mapped, names, tensors)
@@ -182,7 +182,7 @@ def write_pth(
     def write(file: BinaryIO) -> None:
         try:
             torch.save(content, _ProgressFile(file))
-        except RuntimeError as error:  # torch replaces errors of the disk
+        except RuntimeError as error:  # torch raises it in place of an error of the disk
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise

@@ -1,5 +1,5 @@
 """Reads and writes safetensors files with the names that transformers uses: model.safetensors, or several files with an index.
-The latter are only read.
+This module writes only the single file.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -83,7 +83,8 @@ def _open(path: Path) -> Any:
 
 
 def map_tensors(path: Path) -> Any:
-    """Opens a safetensors file, with its tensors mapped into memory. Raises OSError and SafetensorError."""
+    """Opens a safetensors file, with its tensors mapped into memory. Raises OSError if it can't be read, and SafetensorError
+    if it is damaged."""
     # This raises the actual error; safe_open reports "no such file" for all errors.
     open_to_read(path).close()
     try:
@@ -101,7 +102,8 @@ def write_safetensors(
     Raises StorageError after a minute of retries, and other OSErrors immediately.
 
     The file consists of 8 bytes with the length of the header, a JSON header, and the data. The entry of a tensor in the header
-    is only known after the tensor has been read. Therefore space is reserved for the header, and padded with spaces.
+    is only known after the tensor has been read. Therefore space is reserved for the header, and the header is padded with
+    spaces to this size.
     """
     room = 256 + sum(len(name) + 256 for name in names)
     room -= room % 8  # the data begins at a multiple of 8

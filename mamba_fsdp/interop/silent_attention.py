@@ -1,9 +1,9 @@
 """Adds silent attention to a model for an export to transformers, and removes it after an import.
 
 transformers has no class for models in which all layers are Mamba-2 with an MLP. Bamba and Granite need at least one attention
-layer, because they read the length of the cache from it. Falcon-H1 has an attention beside each Mamba-2 mixer, and
-multiplies its output by a number in config.json. If this number is 0, the attention is silent: it does not change the
-results. Such a model is therefore exported as a Falcon-H1 with one silent attention head per layer.
+layer, because they read the length of the cache from this layer. Falcon-H1 has an attention beside each Mamba-2 mixer, and
+multiplies the output of the attention by a number in config.json. If this number is 0, the attention is silent: it does not
+change the results. Such a model is therefore exported as a Falcon-H1 with one silent attention head per layer.
 """
 
 from dataclasses import replace
@@ -32,7 +32,8 @@ def with_silent_attention(config: ModelConfig) -> ModelConfig:
 
 
 def without_silent_attention(config: ModelConfig) -> ModelConfig:
-    """Returns the model without its attention if it is silent in every layer. Otherwise returns the model itself."""
+    """Returns the model without its attention if the attention is silent in every layer. Otherwise returns the model
+    itself."""
     layers = config.layer_list()
     if config.multiplier(SILENT) or any(layer.mixer != "mamba2/attention" for layer in layers):
         return config

@@ -76,7 +76,7 @@ def _attention_values(attention: Fields, d_model: int) -> Table:
 
 
 def write_config(config: ModelConfig) -> Table:
-    """Returns all fields of a config.json. Raises UserError for a model that the reference can't build."""
+    """Returns all fields of a config.json. Raises UserError for a model that mamba_ssm can't build."""
     layers = config.layer_list()
     ssm = {}
     for mixer in TABLE["ssm"].keys() & {layer.mixer for layer in layers}:

@@ -29,9 +29,9 @@ from mamba_fsdp.model.init import initial_values
 from mamba_fsdp.model.lm import MambaLM
 from mamba_fsdp.model.spec import parameter_count, parameters
 
-# Classes that normalize the output of Mamba-2 over all groups together before transformers 5.
+# Before transformers 5, these classes normalize the output of Mamba-2 over all groups together.
 GROUPED_SINCE_5 = ("Mamba2ForCausalLM", "BambaForCausalLM", "GraniteMoeHybridForCausalLM")
-# A class that gives wrong results for a batch of several prompts with its cache on a CPU before transformers 5.
+# Before transformers 5, this class gives wrong results on a CPU for a batch of several prompts with a cache.
 ONE_PROMPT_BEFORE_5 = "FalconH1ForCausalLM"
 VOCABULARY = 64  # vocabulary size of the small model
 PROMPT = 11  # the number of tokens in the prompt; larger than CHUNK

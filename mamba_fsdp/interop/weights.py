@@ -56,7 +56,7 @@ from mamba_fsdp.run.names import CHECKPOINTS, COMMIT, CONSOLIDATED, MODEL_CONFIG
 from mamba_fsdp.storage.retry import is_file, is_folder
 
 PICKLED = "pytorch_model.bin"
-# Files with the tensor names of this program or of fms, even if config.json is from transformers.
+# Files with these suffixes have the tensor names of this program or of fms, even if config.json is from transformers.
 TRAINER_SUFFIXES = (".pth", ".pt")
 DCP_SUFFIX = ".distcp"  # files of torch.distributed.checkpoint
 MTP_PREFIX = "mtp."  # names of layers for multi-token prediction begin with this
