@@ -30,7 +30,7 @@ def save(world, run, how, asynchronous):
     tensors = whole(world, shards)
     checkpointer.wait_for_copies()
     for shard in shards:
-        shard.data.zero_()  # must not change the checkpoint: an asynchronous save has its own copy by now
+        shard.data.zero_()  # does not affect an asynchronous save, which has its own copy
     checkpointer.wait()
     return tensors
 

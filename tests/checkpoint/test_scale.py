@@ -19,8 +19,8 @@ from tests.support.ranks import run_ranks
 
 @pytest.mark.slow
 def test_the_system_calls_of_rank_0_do_not_depend_on_the_number_of_ranks():
-    """The number of system calls of rank 0 does not depend on the number of ranks, and the bytes that it receives,
-    writes and sends grow at most linearly with it."""
+    """The number of system calls of rank 0 does not depend on the number of ranks, and the number of bytes that rank 0
+    receives, writes and sends grows at most linearly with the number of ranks."""
     few, many = (measure(ModelConfig(d_model=64, n_layer=2), ranks) for ranks in (64, 1024))
     for calls in ("save_calls", "start_calls"):
         assert 0 < few[calls] == many[calls] < 25

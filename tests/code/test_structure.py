@@ -194,7 +194,7 @@ MAY_USE_FILES = {
 
 def test_files_are_used_through_storage(files):
     """The library uses files only through storage/, with the exceptions in MAY_USE_FILES. A single EIO of a file server
-    would otherwise end a run, and a pipe in place of a file would block it."""
+    would otherwise end a run, and a pipe in place of a file would block the run."""
     wrong = []
     for path, tree in files.items():
         places = {str(place) for place in (path, *path.parents)}

@@ -1,9 +1,9 @@
 """Builds the Dockerfile without a container registry, and runs the image like Enroot.
 
-It needs root, buildah, mmdebstrap (apt-get install --no-install-recommends buildah mmdebstrap), network and 16 GB of
-disk. All steps of the Dockerfile run, including the last one, which runs a user's commands from text to a trained
-model. These parts are replaced: NVIDIA's base images by a bare Debian, their development image by the same with a CUDA
-compiler, the sources of the fused kernels by tiny ones (builder.py), and CUDA's large libraries by libraries with
+The test needs root, buildah, mmdebstrap (apt-get install --no-install-recommends buildah mmdebstrap), network and 16 GB
+of disk. All steps of the Dockerfile run, including the last one, which runs a user's commands from text to a trained
+model. These parts are replaced: NVIDIA's base images by a bare Debian, their development image by this Debian with a
+CUDA compiler, the sources of the fused kernels by tiny ones (builder.py), and CUDA's large libraries by libraries with
 functions that return errors, because nothing calls them without a GPU (cuda_stand_ins.py). INSTALL_EFA=0 leaves out
 EFA.
 
@@ -69,7 +69,7 @@ def builder():
 
 @pytest.fixture(scope="module")
 def context(tmp_path_factory):
-    """Makes a copy of the checkout. It also contains files that must not be copied to the image."""
+    """Makes a copy of the checkout. The copy also contains files that must not be copied to the image."""
     folder = tmp_path_factory.mktemp("context")
     for name in files_of():
         if (PROJECT / name).is_file():
@@ -192,8 +192,8 @@ print('stages:', *triton.compile(double, signature={0: '*fp32'}, constants={1: 6
 
 
 def test_triton_compiles_in_it(builder, built):
-    """The tools in the image suffice to compile a new kernel to machine code, and its launcher. Only rank 0 writes them
-    to the shared cache."""
+    """The tools in the image suffice to compile a new kernel to machine code, and to compile its launcher. Only rank 0
+    writes the results to the shared cache."""
     script = (
         "export TRITON_CACHE_DIR=/tmp/shared TRITON_LIBCUDA_PATH=/tmp LD_LIBRARY_PATH=/tmp; "
         f"cat > /tmp/kernel.py <<'END'\n{COLD_KERNEL}\nEND\n"

@@ -220,7 +220,7 @@ def test_ctrl_c_ends_an_import_at_once_and_the_same_command_resumes(prepare, tmp
 @pytest.mark.parametrize(("files", "held_out"), [(1, 0.1), (7, 0.0)])
 def test_merged_parts_contain_the_documents_of_a_single_process(prepare, tmp_path, files, held_out):
     """The merged store of several parts contains the same tokens as the store of a single process. If no document is
-    held out, its documents are in the order of the input."""
+    held out, the documents of the merged store are in the order of the input."""
     for number in range(files):
         write_records(tmp_path / f"in/{number}.jsonl", make_texts(20, number))
     how = {"tokenizer": "train:300", "eos_token": "<end>"}

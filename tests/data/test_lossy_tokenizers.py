@@ -113,7 +113,8 @@ def test_dropout_of_a_tokenizer_is_switched_off(prepare, tmp_path):
 @pytest.mark.parametrize("class_name", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])
 def test_a_tokenizer_adds_the_bos_that_documents_have(bos, class_name, prepare, tmp_path):
     """With --bos=true, each document begins with one bos, and the store's tokenizer adds exactly one bos to a text,
-    both in transformers and in the prompts of this program. Without it, neither documents nor prompts have one."""
+    both in transformers and in the prompts of this program. With --bos=false, neither documents nor prompts have a
+    bos."""
     fields = {"tokenizer_class": class_name, "bos_token": BOS, "add_bos_token": True}
     folder = saved(tmp_path / "tokenizer", adding(f"{BOS} $A"), **fields)
     ids, place = imported(prepare, tmp_path, folder, bos=bos)

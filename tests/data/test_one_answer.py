@@ -69,8 +69,8 @@ def test_inspect_import_and_training_agree(folder, call, place):
 
 
 def test_each_kind_has_a_title_and_an_existing_reader():
-    """Each kind has a title, and a reader if it can be read. Each section that a message mentions is a heading in
-    docs/data.md."""
+    """Each kind has a title, and each kind that an import can read has a reader. Each section that a message mentions
+    is a heading in docs/data.md."""
     headings = re.findall("^### (.*)$", (PROJECT / "docs/data.md").read_text(), re.MULTILINE)
     for kind in kinds.KINDS.values():
         assert kind.title

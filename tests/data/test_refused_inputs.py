@@ -69,7 +69,7 @@ FILES = {
     "spm/tokenizer.model": b"",
     "tiktoken/a.tiktoken": b"",
 }
-TABLES = {  # {name: columns} of tables with token ids of other programs, which `datasets` saves
+TABLES = {  # {name: columns} of tables of token ids in the formats of other programs
     "null": {"tokens": [[5, None]]},
     "labels": {"input_ids": [[5, 6], [7]], "labels": [[-100, 6], [7]]},
     "mask": {"input_ids": [[5, 6], [7]], "attention_mask": [[1, 0], [1]]},

@@ -73,7 +73,7 @@ def merging(*merges):
 
 def test_equivalent_tokenizers_have_the_same_identity(folder, tmp_path):
     """The identity of a tokenizer does not depend on the program that saved it, or on tokens that it adds around a
-    text. It depends on the merges."""
+    text. The identity depends on the merges."""
     one = merging(("a", "b"), ("b", "c"))
     same = merging(("a", "b"), ("b", "c"))
     same.decoder = decoders.ByteLevel()

@@ -1,7 +1,7 @@
 """Tests that readers of damaged files return a result or an error of one line, quickly and with little memory.
 
 By default, each kind of file is damaged a few times; FUZZ_ROUNDS=2000 makes thousands of tries. The message of a
-failure contains its seed, and FUZZ_SEED=N FUZZ_ROUNDS=1 repeats it.
+failure contains its seed, and FUZZ_SEED=N FUZZ_ROUNDS=1 repeats the failure.
 """
 
 import contextlib

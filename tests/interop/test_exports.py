@@ -192,8 +192,8 @@ def test_the_table_in_docs_names_every_class():
 
 
 def test_an_export_that_its_class_can_t_use_is_removed(tmp_path, monkeypatch):
-    """If the class of transformers fails with an export, here only when it uses its cache, the export is removed and
-    an error is raised. With trial=False, the export is not tried."""
+    """If the class of transformers fails with an export, the export is removed and an error is raised. In this test,
+    the class fails only when it uses its cache. With trial=False, the export is not tried."""
 
     def fail(self, tokens, use_cache=True, **how):
         raise RuntimeError("no cache of this kind\nand more")

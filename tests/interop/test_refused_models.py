@@ -265,7 +265,7 @@ def test_two_models_in_one_file_are_refused(tmp_path):
 
 def test_a_folder_of_torch_distributed_checkpoint(tmp_path):
     """A checkpoint of torch.distributed, its parent folder and its files are refused with a command that converts it,
-    because its index is a pickle of classes."""
+    because the index of such a checkpoint is a pickle of classes."""
     folder = tmp_path / "step_3_ckp"
     folder.mkdir()
     (folder / ".metadata").touch()

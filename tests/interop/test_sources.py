@@ -67,8 +67,8 @@ def test_the_mean_of_checkpoints_is_a_model_with_their_tokenizer(run, monkeypatc
 
 
 def test_different_models_have_no_mean(run, call, tmp_path):
-    """Models that differ in their config or tokenizer can't be averaged, even if their tensors have the same shapes.
-    Weights of an average whose sum is infinite are refused, too."""
+    """Models that differ in their config or tokenizer can't be averaged, even if their tensors have the same shapes. An
+    average is also refused if the sum of its weights is infinite."""
     checkpointer = open_run(tmp_path / "other", asynchronous=False)
     save(checkpointer, 1, replace(CONFIG, norm_eps=0.1), "made of it")
     save(checkpointer, 3, CONFIG, "another")
@@ -91,7 +91,7 @@ def test_different_models_have_no_mean(run, call, tmp_path):
 @pytest.mark.parametrize("source", [".", "checkpoints/step_00000002"])
 def test_a_run_is_published_and_exported_with_its_tokenizer(run, source):
     """The model that a run publishes contains the weights and the tokenizer of the run. It can be exported from the
-    path of the run, the folder of the published model, or its file."""
+    path of the run, the folder of the published model, or the file in this folder."""
     published = run / "pth" / "step_00000002"
     published.parent.mkdir(exist_ok=True)
     publish(run / source, published)

@@ -73,8 +73,8 @@ def test_bf16_in_and_out():
 
 
 def test_states_clear_at_a_start_however_slow_the_decay():
-    """The state is cleared at the start of a document even if all steps have size 0, with which it would never
-    decay."""
+    """The state is cleared at the start of a document even if the step size is 0 at all positions, so that the state
+    would not decay."""
     leaves = inputs(1, 9, 2, 2)
     leaves |= dict(
         seq_idx=torch.tensor([[0] * 5 + [1] * 4]),

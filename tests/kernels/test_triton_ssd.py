@@ -66,8 +66,8 @@ def test_bf16():
 
 
 def test_segments_of_a_sequence(monkeypatch):
-    """A sequence in three segments gives the same results. A first sweep over two of them computes the states with
-    which the later ones begin."""
+    """A sequence in three segments gives the same results. A first sweep over two of the segments computes the states
+    with which the later segments begin."""
     monkeypatch.setattr(triton, "CHUNKS", 2)
     values = leaves(length=150, heads=1, headdim=16, d_state=16)
     seq_idx = random_documents(1, 150)

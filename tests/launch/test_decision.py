@@ -32,7 +32,7 @@ NO_PROGRESS = {"newest_before": "step_00000005", "restarts": 3}
 
 
 def ended(code=0, outcome=NOTHING_LEFT, **known):
-    """Returns a JobState. If the launchers have written an outcome, its exit code replaces `code`, as in
+    """Returns a JobState. If the launchers have written an outcome, the exit code of the outcome replaces `code`, as in
     slurm_training.py."""
     return USUAL._replace(code=outcome.code if outcome.status else code, outcome=outcome, **known)
 

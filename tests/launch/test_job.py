@@ -159,8 +159,8 @@ UNFIT = {  # {nodes that can't start a container: (exit code, message)}
 
 @pytest.mark.parametrize("nodes", UNFIT)
 def test_nodes_that_start_no_container(cluster, image, nodes):
-    """If the container fails on one node, the job is queued again. If it fails on all nodes, the image is damaged, and
-    the job ends."""
+    """If the container fails on one node, the job is queued again. If it fails on all nodes, the job ends, because the
+    image is probably damaged."""
     code, message = UNFIT[nodes]
     done, _, _ = cluster.submit(*RUN, BROKEN_NODES=nodes)
     assert done.returncode == code and message in done.stdout, done.stdout
@@ -172,8 +172,8 @@ def test_nodes_that_start_no_container(cluster, image, nodes):
 
 @pytest.mark.slow
 def test_what_a_job_asks_of_containers(cluster, image, launcher_project, tmp_path, golden):
-    """The steps of a job under nsys have the arguments in steps.yaml. Its data contains links to folders outside the
-    project, which are mounted.
+    """The steps of a job under nsys have the arguments in steps.yaml. The data of the job contains links to folders
+    outside the project, which are mounted.
 
     Once there is a checkpoint, the folder from which the run was initialised can be missing, and is not mounted.
     """

@@ -206,8 +206,8 @@ sys.exit(1)
 def test_a_rank_that_fails_is_restarted_in_place_unless_the_user_made_a_mistake(
     launcher_project,
 ):
-    """A rank that fails is restarted by its launcher, but not after a user error, which is then the last line.
-    test_decision.py tests when ranks are restarted."""
+    """A rank that fails is restarted by its launcher, but not after a user error. The message of a user error is the
+    last line of the output. test_decision.py tests when ranks are restarted."""
     (launcher_project / "training.py").write_text(COMMITS_AND_DIES)
     code, output = train(launcher_project, RUN)
     (again,) = [line for line in output.splitlines() if line.startswith("restarts   ")]

@@ -55,7 +55,7 @@ FAILURE = Failure("a", rank=3, exit_code=74, was_killed=False, time=2.0, reason=
 def test_files_of_an_earlier_start_are_removed(
     tmp_path, capsys, monkeypatch, name, kept_files, output
 ):
-    """The first node removes failures and outcome of an earlier start from the folder of its start.
+    """The first node removes the failures and the outcome of an earlier start from the folder of the start.
 
     If the folder is named after a job of Slurm, Slurm has started the step again to replace a node that failed, and the
     file with the resolved settings is kept. Otherwise the files can come from any start, including one of another

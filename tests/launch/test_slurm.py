@@ -133,8 +133,8 @@ def test_a_start_has_run_since_and_ends_at_the_times_that_slurm_shows(says):
     ],
 )
 def test_a_job_is_queued_again_once(says, state, answers, is_queued, tries):
-    """A job is queued again by at most five attempts, because an overloaded controller can accept it later. A job that
-    Slurm itself has queued again is not changed."""
+    """A job is queued again by at most five attempts, because an overloaded controller can accept a later attempt. A
+    job that Slurm itself has queued again is not changed."""
     says("squeue", state)
     says("scontrol", *answers)
     assert slurm.requeue_job(JOB) == is_queued

@@ -73,8 +73,8 @@ def test_valid_models_are_accepted(values):
 
 
 def test_sizes_have_lower_bounds():
-    """Each size has a lower bound. Unless `least` contains another one, it is 1, or 0 if 0 means that the size is
-    derived from other settings."""
+    """Each size has a lower bound. `least` contains some of the bounds. All other bounds are 1, or 0 if 0 means that
+    the size is derived from other settings."""
     least = {"vocab_size": 2, "d_conv": 2, "rotary_dim": -1}
     for name, leaf in FIELDS.items():
         if leaf.type is int:

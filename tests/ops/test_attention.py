@@ -41,8 +41,8 @@ DOCUMENTS = torch.tensor([[0] * 4 + [1] * 2 + [2] * 3, [2] + [3] * 8], dtype=tor
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_equals_the_definition(kv_heads, length):
-    """Causal attention and its gradients equal the definition for several ratios of query heads to key heads. A
-    single query is the last one: it attends to all keys."""
+    """Causal attention and its gradients equal the definition for several ratios of query heads to key heads. If there
+    is only one query, it belongs to the last position, and attends to all keys."""
     values = inputs(length=length, kv_heads=kv_heads)
     assert_like(evaluate(attention, values), evaluate(plain_attention, values), 1e-12)
     last = attention(**values | {"q": values["q"][:, -1:]})

@@ -357,8 +357,8 @@ def test_a_new_backend_is_a_module_and_a_name(monkeypatch):
 
 @pytest.mark.parametrize("bounded", [False, True])
 def test_a_mixer_is_a_candidate_if_its_parts_are(install, bounded):
-    """A backend is a candidate for a whole mixer only if it is one for all parts of the mixer. The scan of mamba-ssm
-    can't separate documents, so its Mamba-1 can't either."""
+    """A backend is a candidate for a whole mixer only if it is a candidate for all parts of the mixer. The scan of
+    mamba-ssm can't separate documents, so the Mamba-1 mixer of mamba-ssm can't separate them either."""
     install("mamba")
     uses = operator_uses(ModelConfig(layers="mamba1"), torch.bfloat16, seq_idx=bounded)
     found = [operator for operator, _ in backends.candidates({}, "cuda", uses)]

@@ -177,7 +177,7 @@ def test_kernels_of_libraries_are_not_compiled(monkeypatch):
     """compile_blocks excludes the kernels of other libraries from compilation, because tracing their autograd functions
     would fail or break the graph."""
     for name in fused.FUNCTIONS:
-        monkeypatch.setattr(fused, name, getattr(fused, name))  # restores it at the end of the test
+        monkeypatch.setattr(fused, name, getattr(fused, name))  # it is restored after the test
     compile_blocks([])
     assert all(getattr(fused, name)._torchdynamo_disable for name in fused.FUNCTIONS)
 

@@ -1,7 +1,8 @@
 """Finds the commands in README.md and docs/*.md for the tests in this folder, and lists the ones that they can't run.
 
-Blocks that are fenced as sh or python, or indented by four spaces, contain commands. A fence without a language shows the
-output of a program or the content of a folder. A line in it that begins with "$ " is a command, followed by its output.
+Blocks that are fenced as sh or python, or indented by four spaces, contain commands. A fence without a language shows
+the output of a program or the content of a folder. A line in such a fence that begins with "$ " is a command. The
+following lines are its output.
 """
 
 import json

@@ -147,8 +147,8 @@ SHORTER = {
 
 @pytest.fixture
 def desk(user_folder, tmp_path):
-    """Makes the folder in which the commands run. It contains links to the data and the run of `user_folder`, which
-    other tests also read."""
+    """Makes the folder in which the commands run. The folder contains links to the data and the run of `user_folder`.
+    Other tests also read them, so they must not change."""
     for name in ("data/builtin", "runs/demo", "a.txt"):
         link = tmp_path / "desk" / name
         link.parent.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ EVENTS = """\
 def write_run(folder, losses, seed=1):
     """Writes a run with a report every 10 steps or 640 tokens.
 
-    It was validated once, and killed while it wrote a line.
+    The run was validated once, and killed while it wrote a line.
     """
     folder.mkdir(parents=True)
     lines = []

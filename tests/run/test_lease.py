@@ -178,8 +178,8 @@ def test_files_of_a_killed_process_are_removed_and_reported(take, tmp_path):
 
 
 def test_a_new_folder_is_whole_or_not_there(tmp_path, capsys):
-    """A new folder appears when it is complete. While a live process writes it, no other process does, and an error
-    removes it."""
+    """A new folder appears only when it is complete. While a live process writes the folder, no other process can write
+    it. If the process raises an error, the folder is removed."""
     out = tmp_path / "models" / "model"
     with new_folder(out) as unfinished:
         (unfinished / "inner").mkdir()

@@ -431,7 +431,8 @@ def test_options_of_get_dataset_that_exclude_each_other_are_refused():
 
 
 def test_null_in_a_file_is_the_default(tmp_path):
-    """null in a settings file means the default, not a file of that name or the home folder. In quotes it is text."""
+    """null in a settings file means the default, not a file of that name or the home folder. In quotes, null is
+    text."""
     file = tmp_path / "run.yaml"
     names = ("load_ckpt_path", "eval_prompts", "init_from", "learning_rate")
     file.write_text(

@@ -18,8 +18,8 @@ PartitionName=low Nodes=node[1-3] PriorityTier=1 GraceTime=400 PreemptMode=REQUE
 
 @pytest.fixture
 def slurm_project(tmp_path):
-    """Makes a project with a fake training program and a .venv on the nodes' shared file system. Its folder has a space
-    in its name."""
+    """Makes a project with a fake training program and a .venv on the nodes' shared file system. The folder of the
+    project has a space in its name."""
     project = projects.make_project(tmp_path / "the project")
     projects.make_venv(project)
     (project / "data/builtin").mkdir(parents=True)

@@ -43,7 +43,7 @@ def steps_of_starts(project):
 def test_two_nodes_make_one_run_of_a_rank_for_each_gpu_in_the_shared_venv(
     cluster, project, tmp_path
 ):
-    """A job on two nodes with two GPUs each has four ranks, which use the .venv on the shared file system. It is
+    """A job on two nodes with two GPUs each has four ranks, which use the .venv on the shared file system. The job is
     submitted from another folder, and its command does not contain the number of GPUs."""
     smi = "#!/bin/sh\nfor i in 1 2; do echo 'NVIDIA Fake 4GB'; done\n"
     write_program(project / "bin/nvidia-smi", smi)

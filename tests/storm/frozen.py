@@ -1,5 +1,5 @@
-"""Freezes a run before one of its writes, until another run has taken over its folder. When the first run continues, it
-must not change, add or remove a file.
+"""Freezes a run before one of its writes, until another run has taken over the run folder. When the first run
+continues, it must not change, add or remove a file.
 
     python -m tests.storm.frozen [--all]
 

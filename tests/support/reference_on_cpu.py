@@ -1,7 +1,7 @@
 """Runs mamba-ssm's own language model on a CPU. The reference functions of mamba-ssm replace its kernels.
 
-test_state_spaces.py runs this program in a separate process. It loads each model folder in the way that users of
-mamba-ssm do, computes the logits, the mean loss of all next tokens and its gradients, and saves the model again.
+test_state_spaces.py runs this program in a separate process. The program loads each model folder in the way that users
+of mamba-ssm do, computes the logits, the mean loss of all next tokens and its gradients, and saves the model again.
 
 python reference_on_cpu.py FOLDER_WITH_MAMBA_SSM FOLDER_OF_MODELS
 """

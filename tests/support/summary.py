@@ -3,8 +3,8 @@ reasons, and a line with the totals.
 
     python3 tests/support/summary.py FOLDER [--may-be-empty] cpu/tests cpu/kernels torch2.2/tests
 
-A part is one call of pytest. It leaves two files in the folder: `cpu-tests.xml`, which pytest writes (--junitxml), and
-`cpu-tests.end` with the exit status of pytest, its duration and its budget in seconds. If a part could not start,
+A part is one call of pytest. A part leaves two files in the folder: `cpu-tests.xml`, which pytest writes (--junitxml),
+and `cpu-tests.end` with the exit status of pytest, its duration and its budget in seconds. If a part could not start,
 `cpu-tests.skipped` contains the reason. A part without these files was killed, and counts as a failure. A part without
 tests is a failure, too; with --may-be-empty, for arguments such as `-k tied`, only all parts together need a test.
 """

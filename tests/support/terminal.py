@@ -16,7 +16,7 @@ END = "\0"  # marks the end of earlier output; a terminal does not show it
 
 
 class Terminal:
-    """A window of `columns` x 24 characters. Like a real window, it reads the output all the time."""
+    """A window of `columns` x 24 characters. Like a real window, the terminal reads the output all the time."""
 
     def __init__(self, columns=80):
         self.master, self.slave = pty.openpty()

@@ -193,8 +193,8 @@ def effects(train, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("setting, value, common", CASES, ids=[case[0] for case in CASES])
 def test_a_setting_changes_something(effects, known, corpus, setting, value, common):
-    """Another value of a setting changes the effects of a run. If it is a setting of the model, the data, the
-    optimizer or the schedule, it changes the losses."""
+    """Another value of a setting changes the effects of a run. Another value of a setting of the model, the data, the
+    optimizer or the schedule changes the losses."""
     if str(common) not in known:
         known[str(common)] = effects(common)
     without = known[str(common)]

@@ -94,7 +94,7 @@ def test_a_run_that_can_t_save_stops(
     train, tmp_path, failing, wait_for_writing, asynchronous, most, begins
 ):
     """After max_failed_saves failed saves in a row, the run ends with an error and keeps its earlier checkpoints. The
-    exit code tells the launcher whether the error is transient, in which case it queues the job again."""
+    exit code tells the launcher whether the error is transient. If it is, the launcher queues the job again."""
     train(tmp_path, **LONG | {"num_steps": 2})
     begun = failing(10**9, errno.EIO)
     message = f"^{most} saves in a row failed .max_failed_saves.*the last error: .*step {begins[-1]} could"

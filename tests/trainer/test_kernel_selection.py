@@ -231,8 +231,8 @@ def test_a_wrong_gradient_of_a_state_is_found_with_context_parallelism(measure):
 
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2", "mamba3", "attention"])
 def test_context_parallelism_is_tested_with_a_state_of_an_earlier_rank(kind):
-    """With context parallelism, the inputs begin with a state of an earlier rank. It affects the positions up to the
-    start of the first document, which is at position 32 here, and no later ones."""
+    """With context parallelism, the inputs begin with a state of an earlier rank. This state affects only the positions
+    before the start of the first document, which is at position 32 here."""
     layers = LayerCheck(settings_of(kind, context_parallel=2), CPU)
     model = layers.make_model([kind], REFERENCE)
     rows = Rows(1, 96)
@@ -281,8 +281,8 @@ def test_a_simpler_form_is_used_if_the_usual_one_is_wrong(tmp_path, monkeypatch)
 
 @pytest.mark.usefixtures("few_positions")
 def test_a_simpler_form_can_be_demanded(tmp_path, monkeypatch):
-    """kernels=OPERATOR=BACKEND-simpler selects the simpler form of a backend, which helps, for example, if SSD loses
-    a GPU repeatedly. It is an error for operators without a simpler form."""
+    """kernels=OPERATOR=BACKEND-simpler selects the simpler form of a backend, which helps, for example, if SSD loses a
+    GPU repeatedly. For operators without a simpler form, this setting is an error."""
     assert demands("ssd=triton-simpler", ["ssd"]) == {"ssd": "triton"}
     with pytest.raises(UserError, match="there is no backend of scan 'triton-simpler'"):
         demands("scan=triton-simpler", ["scan"])

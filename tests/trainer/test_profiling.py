@@ -44,8 +44,8 @@ def test_the_speed_of_training_is_measured_without_leaving_files(
     ],
 )
 def test_a_gpu_that_is_too_small_is_reported_at_the_start(monkeypatch, need, warning):
-    """If the estimated memory of a step is close to the memory of the GPU, a warning is printed. If it is more than
-    20 % above it, an error is raised."""
+    """If the estimated memory of a step is close to the memory of the GPU, a warning is printed. If the estimate is
+    more than 20 % above the memory of the GPU, an error is raised."""
     monkeypatch.setattr("mamba_fsdp.trainer.setup.local_machine", lambda: Instance("H100", 8, 80.0))
     world = World(0, 8, 8, torch.device("cuda", 0))
     printed = []
@@ -69,7 +69,7 @@ def test_a_gpu_that_is_too_small_is_reported_at_the_start(monkeypatch, need, war
     ],
 )
 def test_too_little_memory_before_the_first_step_has_a_remedy(error, is_translated):
-    """An error about too little memory before the first step contains a remedy. After the first step it is not
+    """An error about too little memory before the first step contains a remedy. After the first step, the error is not
     changed, because it can be transient, and a restart can help."""
     found = run.translate_error(error, rank=3, has_stepped=False)
     assert isinstance(found, UserError) == is_translated

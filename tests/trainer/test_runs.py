@@ -259,8 +259,8 @@ def test_a_run_of_epochs_learns_ends_and_is_lengthened(train, tmp_path):
 
 
 def test_the_settings_of_a_start_get_a_number_that_no_other_has(tmp_path):
-    """Each start with other settings writes them to config.N.yaml with a new number, even if an earlier copy was
-    removed. Equal settings are not written again, and no other files remain in the run folder."""
+    """Each start with other settings writes them to config.N.yaml with a new number, even if an earlier file of this
+    kind was removed. Equal settings are not written again, and no other files remain in the run folder."""
     folder = RunFolder(tmp_path)
     folder.acquire()
     assert folder.write_settings("seed: 1\n") == "config.1.yaml"

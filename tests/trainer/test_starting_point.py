@@ -55,8 +55,8 @@ def test_a_start_that_waited_for_another_one_resumes_from_its_checkpoint(
 
 
 def test_checkpoints_on_another_disk_than_the_run_are_refused(train, tmp_path):
-    """If the folder `checkpoints` is on another disk than the run, an error is raised, because checkpoints could not
-    be renamed into it."""
+    """If the folder `checkpoints` is on another disk than the run, an error is raised, because a rename can't move
+    checkpoints to another disk."""
     (tmp_path / "run").mkdir()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
         (tmp_path / "run/checkpoints").symlink_to(other)

@@ -480,7 +480,8 @@ def test_common_spellings_become_the_intended_setting(answers):
 
 
 def test_the_vocabulary_is_that_of_the_data_and_stays_in_the_run(answers, folder):
-    """Without a vocab_size, a run has the size in its data, also in the default run folder and after it is resumed."""
+    """Without a vocab_size, the model of a run has the size of the vocabulary in the data, also in the default run
+    folder and after the run is resumed."""
     begin = f"{FREE.replace('--dry_run', '')} --dataset_path=data/builtin --num_steps="
     for steps in (1, 2):
         code, output = answers(

@@ -65,8 +65,8 @@ def test_sizes_for_this_machine_are_timed_and_their_commands_run(
 
 
 def test_the_cost_of_failures_uses_times_measured_by_a_run(run_plan, tmp_path):
-    """The cost of failures is computed from the saves and the recovery of a measured run. Its last save is not counted,
-    because the metrics do not contain the stall of this save."""
+    """The cost of failures is computed from the saves and the recovery of a measured run. The last save of the run is
+    not counted, because the metrics do not contain the stall of this save."""
     (tmp_path / "events.jsonl").write_text(EVENTS)
     (tmp_path / "metrics.jsonl").write_text(METRICS)
     code, output = run_plan(f"{TWO_NODES} --checkpoint_interval=7 --measured={tmp_path}")

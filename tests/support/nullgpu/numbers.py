@@ -1,5 +1,5 @@
-"""Replaces results of the null device on which decisions depend, because its results are garbage. README.md lists these
-decisions. No other results are replaced."""
+"""Replaces those results of the null device on which decisions depend, because the null device computes nothing.
+README.md lists these decisions. No other results are replaced."""
 
 import warnings
 

@@ -2,7 +2,7 @@
 
     python -m tests.support.nullgpu.shapes PRESET ...
 
-It fails if a launch exceeds a limit of the device.
+The program fails if a launch exceeds a limit of the device.
 """
 
 import sys
