@@ -132,8 +132,8 @@ class Bench:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def stall(self):
-        """Returns the seconds for which a save delays concurrent steps. It is the second save, because the first one allocates
-        buffers."""
+        """Returns the seconds for which a save delays concurrent steps. The second of two saves is measured, because the first
+        one allocates buffers."""
         saver = self.checkpointer(asynchronous=True)
         for step in (2, 3):
             saver.wait()
@@ -141,7 +141,7 @@ class Bench:
             saver.save(step, self.shards, {})
             while saver.pending:
                 writing = self.world.all_reduce_sum(int(saver.is_writing()))
-                time.sleep(0.1)  # the next step's forward and backward passes
+                time.sleep(0.1)  # in place of the next step's forward and backward passes
                 saver.wait_for_copies()
                 for shard in self.shards:
                     shard.data.mul_(0.999)

@@ -40,7 +40,7 @@ LAUNCHERS = {
     OURS: ["./1.train.sbatch"],
     TORCHRUN: [*RUN_TORCHRUN, "--standalone", "--nproc-per-node=2", "training.py"],
 }
-# Without the second variable, restarted ranks of plain torchrun read the addresses of the earlier ranks, and fail.
+# Without the second variable, ranks that plain torchrun restarts would read the addresses of the earlier ranks, and fail.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 RANK_ENVIRONMENT = ENVIRONMENT | {"PROCESSES_PER_NODE": "2"}
 NODE_ENVIRONMENT = ENVIRONMENT | {"SPARE_NODES": "1", "GLOO_SOCKET_IFNAME": "eth0"}

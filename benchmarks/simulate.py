@@ -3,7 +3,7 @@ number of ranks.
 
     python -m benchmarks.simulate PRESET RANKS [--length 64] [--context 1] [--recompute]
 
-It runs the step of the training loop on fake tensors, which have a shape, a dtype and a device but no content, in a fake
+The step of the training loop runs on fake tensors, which have a shape, a dtype and a device but no content, in a fake
 process group. A large model takes a minute. Sharded models need a torch with FSDP2.
 """
 
@@ -46,7 +46,7 @@ from mamba_fsdp.trainer.schedule import Schedule
 class Collective(NamedTuple):
     name: str  # the name in c10d, such as allreduce_, _allgather_base_, _reduce_scatter_base_
     dtype: torch.dtype
-    numel: int  # elements of the largest tensor: the gathered output, or the input that is reduced
+    numel: int  # number of elements of the gathered output, or of the input that is reduced
     ranks: int  # number of participating ranks
 
 

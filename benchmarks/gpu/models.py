@@ -2,8 +2,8 @@
 
 A step consists of forward, loss, backward, clipping and AdamW, in bf16 with fp32 weights. This project runs with our Triton
 kernels, and again with the kernels of mamba-ssm. The other models run under autocast with the kernels of mamba-ssm and
-causal-conv1d. All models start from the same weights and read the same batch. If a first loss differs from ours, the row
-reports it. The models are built, timed and deleted one after the other, so that each has its own peak memory. MFU is the
+causal-conv1d. All models start from the same weights and read the same batch. If the first loss of a model differs from ours,
+its row says so. The models are built, timed and deleted one after the other, so that each has its own peak memory. MFU is the
 number of FLOPs (see mamba_fsdp/model/spec.py) divided by the dense bf16 peak of the device.
 
 Most rows have a few steps on a cool GPU. The last row has 150 steps on a GPU that the other models have warmed, with the
@@ -37,11 +37,13 @@ PRESETS = ("mamba2-1.3b", "mamba-1.4b")
 TINY = dict(d_model=64, n_layer=2, vocab_size=250, d_state=16, headdim=32)
 BATCH = 8
 LENGTH = 2048
-MAX_STEP_SECONDS = 10  # a slower model is left out, because other models need the time
+# A model with slower steps is not measured, so that time is left for the other models.
+MAX_STEP_SECONDS = 10
 
 Row = dict[str, object]
 Weights = Mapping[str, torch.Tensor]
-Step = Callable[[torch.Tensor], float]  # takes tokens (batch, length + 1), returns the loss
+# A function of tokens (batch, length + 1) that returns the loss.
+Step = Callable[[torch.Tensor], float]
 Build = Callable[[TrainConfig, torch.device, Weights], Step]
 
 
@@ -213,7 +215,7 @@ def time_model(
         with Sensors() as sensors:
             first_loss, seconds = time_steps(build(settings, device, weights), tokens, steps)
     finally:
-        gc.collect()  # the model is part of reference cycles
+        gc.collect()  # reference cycles still hold the model
         peak = forget_peak(device)
     return Timed(first_loss, statistics.median(seconds), peak, sensors.medians(sum(seconds)))
 

@@ -31,7 +31,7 @@ USUAL = {
     "num_workers": 0,
     "num_steps": 12,
     "checkpoint_interval": 4,
-    "deterministic": "true",  # kernels of other libraries use atomic additions
+    "deterministic": "true",  # rejects kernels of other libraries, which use atomic additions
 }
 SIZE = {"seq_length": 1024, "batch_size": 8, "global_batch_size": 0}
 REPORTS = 4  # reports of a traced run; the first one contains the steps in which the GPU warms up

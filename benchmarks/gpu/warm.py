@@ -22,7 +22,8 @@ from mamba_fsdp.errors import first_line
 from mamba_fsdp.model.spec import parameters
 
 PROCESSES = 8
-KEEP_CHOICES = "TRITON_CACHE_AUTOTUNING"  # makes Triton keep tuned configurations in its cache
+# This environment variable makes Triton keep tuned configurations in its cache.
+KEEP_CHOICES = "TRITON_CACHE_AUTOTUNING"
 JOBS = list(itertools.product(PRESETS, MODELS))
 # The logits of all processes would not fit into memory with the full vocabulary. The tuned kernels do not depend on the
 # size of the vocabulary.

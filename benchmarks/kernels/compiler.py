@@ -1,5 +1,5 @@
-"""Compiles launches of our kernels and counts registers, instructions and bytes. No GPU is needed. It supports Triton 2.2, and
-3.3 or newer.
+"""Compiles launches of our kernels and counts registers, instructions and bytes. No GPU is needed. Triton 2.2, and 3.3 or
+newer, are supported.
 
     PYTHONPATH=FOLDER_OF_A_TRITON python -m benchmarks.kernels.compiler CC PART PARTS
 
@@ -38,9 +38,9 @@ class Compiled:
     registers: int = 0
     stack: int = 0  # in bytes per thread
     shared: int = 0  # shared memory in bytes
-    spills: int = 0  # instructions in innermost loops that read or write the stack
+    spills: int = 0  # the number of instructions in innermost loops that read or write the stack
     instructions: float = 0
-    bytes: float = 0  # that are loaded and stored; loads that a cache serves are included
+    bytes: float = 0  # bytes loaded and stored; loads that a cache serves are included
     copies_ahead: bool = False  # whether there are asynchronous copies
     error: str = ""
 
@@ -87,7 +87,7 @@ def _assembly_of_2(function, names, launch, cc, indices):
         ids_of_folded_args=set(),
         divisible_by_8=set(),
     )
-    # Triton reads the types in the order of this dict, not of its keys.
+    # Triton takes the types in the order in which this dict was filled, and does not sort its keys.
     types = {
         names.index(name): launch.signature[name] for name in names if name in launch.signature
     }

@@ -21,8 +21,8 @@ from mamba_fsdp.trainer.layer_check import LayerCheck, Rows
 KERNEL_OPERATORS = ("conv", "loss", "norm", "scan", "ssd")
 HEADDIM = 64  # the headdim of the models with SSD
 MODELS = ("mamba-1.4b", "mamba2-2.7b")
-# (whether there are several documents, rows): short rows without documents, and rows that are split, need masks and have
-# documents.
+# [(whether there are several documents, shape of the input)]. The rows of the first case are short and without documents. The
+# rows of the second case are cut into segments, need masks, and have documents.
 CASES = ((False, Rows(1, 64)), (True, Rows(1, 602)))
 BACKENDS = {
     name: "triton" if "triton" in known else "reference" for name, known in OPERATORS.items()
@@ -56,8 +56,8 @@ class Launch:
 
     operator: str
     kernel: str  # the name of the kernel's function
-    signature: Mapping[str, str]  # argument -> "*bf16", "*fp32", "*i32", "i32", "i64", "fp32" ...
-    # Values of tl.constexpr arguments, of missing tensors (None), and of integers that are 1.
+    signature: Mapping[str, str]  # {argument: its type, such as "*bf16", "*i32", "i64" or "fp32"}
+    # {argument: value}, for tl.constexpr arguments, for tensors that are None, and for integers that are 1.
     constants: Mapping[str, Any]
     aligned: tuple[str, ...]  # arguments that are multiples of 16
     warps: int

@@ -58,7 +58,7 @@ class Block(nn.Module):
         state: dict[str, MixerState] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the next (hidden, residual), both (batch, length, d_model). `residual` is fp32. The next block or the
-        final norm adds `hidden` to it. state: {name of a mixer's module: its state}; it is updated."""
+        final norm adds `hidden` to it. state: {name of a mixer's module: its state}; this dict is updated."""
         hidden, residual = self.add_norm(hidden, residual, self.norm)
         outputs = []
         for name in self.mixer_names:
@@ -224,7 +224,8 @@ class MambaLM(nn.Module):
         )
 
     def final_norm(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """Returns the input of the output layer, (batch, length, d_model). It includes the multiplier of the logits."""
+        """Returns the input of the output layer, (batch, length, d_model), already multiplied by the multiplier of the
+        logits."""
         normed, _ = add_rms_norm(
             hidden,
             residual,

@@ -1,8 +1,8 @@
 """Describes the parameters and the costs of each kind of layer. This file does not need torch.
 
-It is the only description: the modules, initialization, weight decay, the choice of fp32 parameters, the counts of
-parameters and FLOPs, and the formats of other libraries are derived from it. To add a mixer, add an entry to MIXERS
-here, a class to layers.py, and its settings to config.py. `config` is always a ModelConfig.
+This is the only description of the layers: the modules, initialization, weight decay, the choice of fp32 parameters,
+the counts of parameters and FLOPs, and the formats of other libraries are derived from it. To add a mixer, add an entry
+to MIXERS here, a class to layers.py, and its settings to config.py. `config` is always a ModelConfig.
 """
 
 import math
@@ -76,9 +76,11 @@ class Spec:
     parameters(config)         Returns the parameters of one layer by name, in the order of named_parameters().
     flops(config, seq_length)  Returns the FLOPs per token of a forward pass, without the products with parameters.
     check(config)              Raises UserError for shapes that do not fit together.
-    operators(config)          Returns the operators of ops/backends.py that it runs, with the sizes of their tensors.
-    multiplier_prefix          The prefix of its multipliers in ModelConfig.multipliers. Their names are PREFIX_in,
-                               PREFIX_out, and PREFIX_NAME for each matrix NAME of its first projection.
+    operators(config)          Returns the operators of ops/backends.py that the mixer or MLP runs, with the sizes of
+                               their tensors.
+    multiplier_prefix          The prefix of the multipliers in ModelConfig.multipliers that apply to the mixer or MLP.
+                               These are PREFIX_in, PREFIX_out, and PREFIX_NAME for each matrix NAME of the first
+                               projection.
     """
 
     parameters: Callable[..., Parameters]

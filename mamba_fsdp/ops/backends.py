@@ -20,7 +20,7 @@ from typing import Any
 from mamba_fsdp.errors import UserError, first_line
 from mamba_fsdp.text import suggest_name
 
-BACKENDS = {  # the type of device for each backend
+BACKENDS = {  # {backend: the type of device that it is for}
     "triton": "cuda",  # our Triton kernels, compiled on first use
     "fused": "cuda",  # the kernels of mamba-ssm, causal-conv1d and flash-linear-attention
     "flash": "cuda",  # FlashAttention in PyTorch itself
@@ -28,13 +28,13 @@ BACKENDS = {  # the type of device for each backend
     "reference": "any",  # plain PyTorch
 }
 PACKAGES = {"triton": ("triton",), "fused": ("mamba_ssm", "causal_conv1d")}
-PACKAGES_OF_OPERATOR = {"gdn": {"fused": ("fla.ops.gated_delta_rule",)}}  # instead of PACKAGES
-HINTS = {  # how to get a package that a backend needs
+PACKAGES_OF_OPERATOR = {"gdn": {"fused": ("fla.ops.gated_delta_rule",)}}  # these replace PACKAGES
+HINTS = {  # {package that a backend needs: how to get it}
     "fla.ops.gated_delta_rule": (
         "; pip install -r requirements/fla.txt, which needs torch 2.7 and Triton 3.3 or newer and so not the torch2.2 stack"
     )
 }
-OPERATORS = {  # the backends of each, best first; on a GPU, trainer/kernel_selection.py times them
+OPERATORS = {  # {operator: its backends, best first}; on a GPU, trainer/kernel_selection.py times them
     "conv": ("triton", "fused", "cpp", "reference"),
     "scan": ("triton", "fused", "cpp", "reference"),
     "ssd": ("triton", "fused", "reference"),
@@ -73,7 +73,7 @@ class BackendChoice:
     """The backends that resolve_backends chose, and why it rejected better ones."""
 
     backends: dict[str, str] = field(default_factory=dict)  # {operator: backend}
-    # operator -> {better backend for this device: why it was rejected}
+    # {operator: {better backend for this device: why it was rejected}}
     passed: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -234,7 +234,7 @@ def why_unavailable(operator: str, backend: str) -> str | None:
     for package in packages.get(backend, ()):
         try:
             import_module(package)
-        except Exception as error:  # a build for another PyTorch fails in many ways
+        except Exception as error:  # wrong builds fail in many ways
             hint = HINTS.get(package, "")
             return f"{package} does not load ({type(error).__name__}: {first_line(error)}){hint}"
     module = modules(f"mamba_fsdp.ops.{operator}")[backend]

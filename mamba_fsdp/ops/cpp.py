@@ -1,8 +1,9 @@
 """Compiles the C library of the cpp backends on first use into a cache folder, and loads it through ctypes.
 
 The library's name is a hash of its sources, the flags, the compiler and the processor, so that an outdated
-library, or one of another machine, is never loaded. It is written under another name and then renamed, so that any number
-of processes can start at once. It is linked without an OpenMP runtime: it uses PyTorch's runtime and shares its threads.
+library, or one of another machine, is never loaded. The library is written under another name and then renamed, so that
+any number of processes can start at once. It is linked without an OpenMP runtime, and uses PyTorch's runtime and its
+threads.
 """
 
 import ctypes
@@ -84,7 +85,7 @@ def _caches() -> Path:
     """Returns the user's folder of caches. Raises Unavailable if there is none."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:  # the user has no name on this machine
+    except RuntimeError as error:  # the machine does not know the user
         raise Unavailable(
             "there is no home folder to compile the C backend into; set HOME or XDG_CACHE_HOME"
         ) from error

@@ -69,7 +69,7 @@ def causal_conv_silu(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | 
     from causal_conv1d import causal_conv1d_fn
 
     check_reach(x)
-    if x.stride(1) % 8:  # the distance of positions must be a multiple of 8 elements
+    if x.stride(1) % 8:  # the distance between positions must be a multiple of 8 elements
         x = x.contiguous()
     out = causal_conv1d_fn(
         x.transpose(1, 2),
@@ -171,7 +171,7 @@ def gated_delta_rule(
 
     inputs = [q, k, v, g, beta]
     bounds = None
-    if seq_idx is not None:  # one row then holds all documents of the batch; bounds separate them
+    if seq_idx is not None:  # all documents are then in one row, and `bounds` separates them
         assert initial_state is None and not return_last_state, "each document has a state"
         inputs = [t.flatten(0, 1).unsqueeze(0) for t in inputs]
         bounds = _document_bounds(seq_idx)

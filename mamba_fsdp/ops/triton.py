@@ -22,9 +22,10 @@ from mamba_fsdp.storage.retry import exists
 # From Triton 3.10 on, a * b + c is compiled to two instructions unless this is set.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 LIBRARY = torch.library.Library("mamba_fsdp", "FRAGMENT")
-RUNS: dict[str, Callable[..., Any]] = {}  # the `run` of each operator, by name
-OLDEST = (8, 0)  # oldest supported compute capability, the first in every kernel's table
-Blocks = Mapping[str, int]  # constants of a kernel, and its num_warps
+RUNS: dict[str, Callable[..., Any]] = {}  # {name of an operator: its `run`}
+# The oldest supported compute capability. The table of every kernel has an entry for it.
+OLDEST = (8, 0)
+Blocks = Mapping[str, int]  # {name: value} of a kernel's constants and of num_warps and num_stages
 # Arguments that Triton does not specialize for: it compiles no other code if they are divisible by 16 or equal to 1. Most
 # of them depend on the number of positions, which differs in each prompt and in the last window of an evaluation. The
 # alignment of addresses does not depend on them.
@@ -95,9 +96,9 @@ def differentiable(
 
     tensors: names of the inputs, with a ? after each that may be None; others: the arguments that follow, as in a
     schema. forward(*tensors, *others) returns `results` tensors and `kept` tensors for the backward pass; it also takes
-    meta tensors. Its first result must be like the first input, or always be used. backward(*gradients of the results,
-    *tensors, *kept) returns the gradients of all tensors but `seq_idx`, in any dtype, and anything for a tensor that is
-    None.
+    meta tensors. Its first result must have the shape and dtype of the first input, or its gradient must never be
+    missing. backward(*gradients of the results, *tensors, *kept) returns the gradients of all tensors but `seq_idx`, in
+    any dtype, and anything for a tensor that is None.
     """
     names = tensors.split()
     has_gradient = [name != "seq_idx?" for name in names]
@@ -188,7 +189,8 @@ def blocks(table: Mapping[tuple[int, int], Blocks], device: torch.device) -> Blo
     return table[max(capability for capability in table if capability <= own)]
 
 
-_capability = functools.cache(torch.cuda.get_device_capability)  # asking takes 5 us
+# Each call of the function without the cache takes 5 us.
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def is_version_2() -> bool:

@@ -1,5 +1,5 @@
-"""Defines the interface between the sharding strategies and the training loop. It gives access to this rank's part of
-each tensor.
+"""Defines the interface between the sharding strategies and the training loop. This interface gives access to this rank's
+part of each tensor.
 
 Under every strategy, the gradients are sums over ranks in fp32. They are not divided by the number of ranks: the caller
 must scale its loss.
@@ -22,7 +22,7 @@ class Shard:
     """A rank's part of the tensor `name`: a range of elements of the flattened tensor, from the element `start` on.
 
     shape: the shape of the whole tensor, the same on all ranks. data: the elements of the range, 1-D, on the rank's
-    device; it can be empty. It shares the storage of the trained parameter: writing to `data` changes the parameter.
+    device; it can be empty. `data` shares the storage of the trained parameter or moment: writing to it changes this tensor.
     replicas: the number of ranks that have the same range. replica_index: the index of this rank among them.
     """
 
@@ -95,7 +95,8 @@ class ParameterSlot:
         """Moves the whole parameter to the device. Its content is undefined if it was on the meta device. Tied weights
         stay tied."""
         old = self.parameter
-        if old.is_meta:  # not torch.empty_like, because its first call imports modules for a second
+        # torch.empty_like is not used, because its first call imports modules for a second.
+        if old.is_meta:
             value = torch.empty(old.shape, dtype=old.dtype, device=device)
         else:
             value = old.detach().to(device)
@@ -200,7 +201,7 @@ class ParallelModel:
 
     def gradient_squares(self) -> torch.Tensor:
         """Returns this rank's contribution to the squared 2-norm of the whole gradient, a 0-dim fp64 tensor. The sum
-        over all ranks is the squared norm. It is not finite if a gradient is not finite."""
+        over all ranks is the squared norm. The contribution is not finite if a gradient is not finite."""
         squares = torch.zeros((), dtype=torch.float64, device=self.world.device)
         # Several ranks have the same elements; only the first shard group counts them.
         rank = self.world.rank

@@ -33,7 +33,7 @@ PEER_LOST = re.compile("onnection|peer|remote process|network|imeout|imed out")
 # thread that needs the GIL of a finalizing interpreter aborts the process ("terminate called without an active
 # exception").
 ENDED_GROUPS: "list[dist.ProcessGroup]" = []
-world_numbers = count()  # the number of worlds that this process has created; equal on all ranks
+world_numbers = count()  # numbers the worlds that this process creates; equal on all ranks
 # How long ranks wait for each other if they were not started by torchrun.
 RENDEZVOUS_TIMEOUT = timedelta(minutes=2)
 # Name of the environment variable with the number of ranks that the launchers of all nodes start together.
@@ -290,7 +290,7 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
         )
     rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     wanted = os.environ.get(EXPECTED_RANKS, str(size))
-    if wanted != str(size):  # these ranks would train, but with a smaller batch
+    if wanted != str(size):  # without this check, fewer ranks would train with a smaller batch
         raise TransientError(
             f"only {size} of {wanted} ranks have started: torchrun leaves out a node if its clock is late; "
             "compare the clocks of the nodes: srun date"
@@ -368,7 +368,7 @@ def has_gpus() -> bool:
 
 def _acquire_device(local_rank: int) -> torch.device:
     """Returns the device of this process: the GPU with the index `local_rank`, or the CPU if there are no GPUs. Raises
-    UserError if the node has fewer GPUs."""
+    UserError if the node has GPUs, but none with this index; raises TransientError as has_gpus does."""
     if not has_gpus():
         return CPU
     if local_rank >= torch.cuda.device_count():

@@ -69,8 +69,8 @@ def attention(
     documents: Documents | None = None,
     backend: str = "reference",
 ) -> Tensor:
-    """Returns attention from every query to its own position and to earlier positions of its document, in the shape of
-    q.
+    """Returns, in the shape of q, the attention from every query to its own position and to earlier positions of its
+    document.
 
     q (batch, length, heads, head_dim); k, v (batch, length, kv_heads, head_dim), where kv_heads divides heads. q can
     also contain only the last positions of each row. If it contains more than one of them, `documents` must be given, and

@@ -46,7 +46,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: "Documents") ->
         max(documents.queries),
         max(documents.lengths),
         0.0,  # dropout
-        True,  # causal: each document's last query sees its last key
-        False,  # no mask for debugging
+        True,  # causal: the last query of a document sees the document's last key
+        False,  # does not return a mask for debugging
     )
     return out

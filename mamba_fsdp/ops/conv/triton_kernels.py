@@ -81,7 +81,7 @@ def walk(  # noqa: PLR0915
             t = start + step
             row = t + tl.zeros(
                 [CHANNELS], tl.int32
-            )  # a mask's parts must be tensors for the interpreter
+            )  # the interpreter needs tensors as parts of a mask
             x0 = next1.to(tl.float32)
             next1 = next2
             next2 = tl.load(
@@ -117,7 +117,7 @@ def walk(  # noqa: PLR0915
                     g1 = tl.where(same1, g0, 0.0)
                     g2 = tl.where(same2, g0, 0.0)
                     g3 = tl.where(same3, g0, 0.0)
-                # With this order, ptxas finds registers for all values on sm_80 and sm_86.
+                # With this order of statements, ptxas finds registers for all values on sm_80 and sm_86.
                 value = r3 + w3 * g3
                 next_r1 = w0 * g0
                 next_r2 = r1 + w1 * g1

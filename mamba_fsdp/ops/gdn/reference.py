@@ -39,12 +39,12 @@ class _Chunk(NamedTuple):
     """The tensors from which the outputs and the state of a chunk are computed; each is (batch, heads, ...)."""
 
     qk: Tensor  # the queries above the keys, each divided by its length
-    scale: Tensor  # the factors by which queries and keys were multiplied for this
+    scale: Tensor  # 1 / length of each query and key
     beta: Tensor
     products: Tensor  # the products of queries and keys with keys
     weights: Tensor  # the factors of these products in y and in M
     start_weights: Tensor  # the factors of what qk reads from the state before the chunk
-    to_end: Tensor  # decays from each position to the end of the chunk
+    to_end: Tensor  # the decay from each position to the end of the chunk
     decay: Tensor  # the decay of the state over the whole chunk
 
     @classmethod

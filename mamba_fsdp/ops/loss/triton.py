@@ -1,5 +1,5 @@
-"""Computes the loss of a chunk of tokens with the Triton kernel in triton_kernels.py, which overwrites the logits with
-their gradient. The order of all sums depends only on sizes."""
+"""Computes the loss of a chunk of tokens with the Triton kernel in triton_kernels.py. The kernel overwrites the logits
+with their gradient, if this is wanted. The order of all sums depends only on sizes."""
 
 import math
 

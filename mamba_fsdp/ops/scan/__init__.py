@@ -33,8 +33,9 @@ def selective_scan(
     """Returns y (batch, length, d_inner) in u's dtype, or (y, last state) with return_last_state.
 
     u, dt, z (batch, length, d_inner), dt before bias and softplus; A (d_inner, d_state), negative; B, C (batch, length,
-    d_state); D, dt_bias (d_inner). A state is (batch, d_inner, d_state), in float32. seq_idx: (batch, length) document
-    index of each position; the state is reset where it changes.
+    d_state); D, dt_bias (d_inner). initial_state and the last state are (batch, d_inner, d_state), in float32; None stands
+    for zeros. seq_idx (batch, length): the index of the document of each position; the state is reset where seq_idx
+    changes.
     """
     return BACKENDS[backend].selective_scan(
         u, dt, A, B, C, D, z, dt_bias, seq_idx, initial_state, return_last_state

@@ -122,7 +122,7 @@ class _Scan(torch.autograd.Function):
             torch.empty_like(v, memory_format=torch.contiguous_format) for v in (u, dt, B, C, z)
         )
         grad_A, grad_D, grad_bias = (torch.zeros_like(v) for v in (A, D, dt_bias))
-        carried = grad_last_state  # gradient of the chunk's last state, from later chunks
+        carried = grad_last_state  # the gradient of the chunk's last state through later chunks
         for entry, span in reversed(list(zip(entries, _chunks(u.shape[1])))):
             chunk = _Chunk(span, u, dt, A, B, C, dt_bias, starts)
             states = chunk.states(entry)

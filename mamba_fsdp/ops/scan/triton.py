@@ -11,9 +11,10 @@ from mamba_fsdp.ops import triton
 from mamba_fsdp.ops.backends import Use
 
 why_unavailable = triton.why_unavailable
-TILE = 4  # positions that a kernel reads together
-CHUNK = 64  # positions from one kept state to the next
-FILL = 1024  # programs that keep a GPU busy; if batch and channels give fewer, rows are cut into segments
+TILE = 4  # the number of positions that a kernel reads together
+CHUNK = 64  # the number of positions from one kept state to the next
+# The number of programs that keep a GPU busy. If batch and channels give fewer, rows are cut into segments.
+FILL = 1024
 # Channels of a program, in the forward and in the backward pass. A program has a warp for every 16 states.
 FORWARD_CHANNELS = 32
 CHANNELS = 32
@@ -177,7 +178,7 @@ def scan_backward(
     N = scan.shared["N"]
     grad_BC = scan.floats(
         scan.blocks, *scan.shared["BC"].shape
-    )  # a part for each block of channels
+    )  # one part of the gradient for each block of channels
     scratch = scan.floats(parts * scan.blocks, CHUNK // TILE + 2, N + TILE, CHANNELS)
     from mamba_fsdp.ops.scan.triton_kernels import backward
 

@@ -129,8 +129,8 @@ def _read(tensor, row, inside):
 
 @triton.jit
 def _through_tile(h, y, step, x, bc0, bc1, bc2, bc3, A, LOCAL, REVERSE):
-    """Returns the state after the positions of a tile (with REVERSE, before them), and y with the part of the states
-    added."""
+    """Returns the state after the positions of a tile (with REVERSE, before them), and y with the contribution of the
+    states added."""
     two = tl.arange(0, 2)[None, :]
     four = tl.arange(0, 4)[:, None]
     for j in tl.static_range(4):
@@ -212,7 +212,7 @@ def _through_chunk(  # noqa: PLR0915
         grad_z += at * grad_z_row + channel
         grad = _read(grad_out, channels, inside)
     for k in range(0, tiles):
-        # The next tile is read before this one is computed; the last tile is read twice.
+        # The next tile is read before this one is computed. In the last iteration, the same tile is read again.
         ahead = tl.where(k + 1 < tiles, -4 if REVERSE else 4, 0)
         t += ahead
         u += ahead * channels

@@ -1,4 +1,4 @@
-"""Computes SSD in plain PyTorch. It keeps only its inputs: the backward pass recomputes decays and states. Heads of a
+"""Computes SSD in plain PyTorch. Only the inputs are kept; the backward pass recomputes decays and states. Heads of a
 group share B and C, so that each product with B or C is one wide matrix product for each chunk and group, with the
 decays multiplied into x.
 
@@ -31,13 +31,15 @@ def in_chunks(t: Tensor, size: int) -> Tensor:
 
 
 def running_sums(values: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-    """Returns, for each position, the sum of values (..., positions, channels) up to it, within its document. seq_idx
-    has the shape of values without the channels."""
-    # cumsum raises an error on a GPU in a deterministic run. A CPU takes the same path then.
+    """Returns, for each position, the sum of `values` over the positions of its document up to this position.
+
+    values (..., positions, channels); seq_idx (..., positions), or None if all positions are in one document."""
+    # cumsum raises an error on a GPU in a deterministic run. A deterministic run on a CPU takes the same path.
     if seq_idx is None and not torch.are_deterministic_algorithms_enabled():
         return values.cumsum(-2)
     shift = 1
-    while shift < values.shape[-2]:  # after each round, the sum over the last 2 * shift positions
+    # After the round with this `shift`, `values` contains the sums over the last 2 * shift positions.
+    while shift < values.shape[-2]:
         earlier = values[..., :-shift, :]
         if seq_idx is not None:
             is_same = seq_idx[..., shift:] == seq_idx[..., :-shift]
@@ -209,7 +211,7 @@ def ssd(
     real = compute_type(x)
     size = min(chunk_size, CHUNK)
     if length == 1:
-        size = 1  # a single generated token is not padded
+        size = 1  # a single token, as in generation, is not padded
     delta = F.softplus(dt.to(real) + dt_bias.to(real))
     if seq_idx is not None:
         padding = seq_idx[:, -1:].expand(-1, -length % size)

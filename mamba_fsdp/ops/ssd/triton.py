@@ -1,6 +1,6 @@
 """Computes SSD in Triton. The forward pass is one sweep that keeps the states in registers and reads and writes only
 inputs and outputs. If batch and heads are too few to fill a GPU, segments of the sequence run in parallel, after a sweep
-from which the states before them follow. The backward pass recomputes the states before pairs of chunks by a sweep from
+that gives the states before the segments. The backward pass recomputes the states before pairs of chunks by a sweep from
 the beginning, and computes the gradients of the states after the pairs by a sweep from the end. From both, it computes all
 other gradients: through positions of the same pair, and through the states. Equal runs give equal bits, because the order
 of sums depends only on sizes."""

@@ -97,8 +97,13 @@ def add_up(
 
 @triton.jit
 def documents_of(seq_idx, start, length, r, ROWS: tl.constexpr):
-    """Returns, for ROWS positions: their documents; whether each is in the document of the position before the first one;
-    whether each is in the document of the last one; and whether these two documents are the same."""
+    """Returns four values for ROWS positions from `start` on, of which r selects some:
+
+    document   the document of each selected position
+    goes_on    whether the position is in the same document as the position before `start`
+    lasts      whether the position is in the same document as the last of the ROWS positions
+    through    whether the position before `start` and the last position are in the same document
+    """
     document = r
     goes_on = r >= 0
     lasts = r >= 0
@@ -248,7 +253,7 @@ def sweep(  # noqa: PLR0915
         at = start.to(tl.int64)
         document, goes_on, lasts, is_one = documents_of(seq_idx, start, length, r, Q)
         delta, high, low, high_end, low_end = steps_of(steps + start, plane, 0, r, Q)
-        is_second = chunk % 2 == 1  # of its pair; the sums are over the pair
+        is_second = chunk % 2 == 1  # second chunk of its pair; the sums begin at the pair's start
         high_before = tl.load(steps + plane + start - 1, mask=is_second, other=0.0)
         low_before = tl.load(steps + 2 * plane + start - 1, mask=is_second, other=0.0)
         high -= high_before
@@ -561,7 +566,8 @@ def finish(
         bias + head
     ).to(tl.float32)
     a = load_A(A, head, head < heads, A_IS_LOG)
-    grad = (outflow + kept + a * passing) * tl.exp(raw - delta)  # the slope of softplus
+    # exp(raw - delta) is the slope of softplus.
+    grad = (outflow + kept + a * passing) * tl.exp(raw - delta)
     grad = tl.where(is_valid, grad, 0.0)
     tl.store(
         grad_dt + at * grad_dt_row + head,
