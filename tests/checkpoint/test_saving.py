@@ -207,8 +207,8 @@ def refusal(checkpointer, shards):
 
 
 def suffer(world, run):
-    """Saves once while the storage of rank 1 has three transient errors, once while every flush fails, and twice with
-    a full disk.
+    """Saves once while the storage of rank 1 has three transient errors, once while every flush of rank 1 fails, and
+    twice while the disk of rank 1 is full.
 
     Returns (the errors of the failed saves, the names in the checkpoints folder).
     """

@@ -68,7 +68,9 @@ def test_rotary_positions_of_fms_are_converted_to_ours():
 
 
 def as_fms(state, config, fused, top):
-    """Returns the weights of our Llama with the names and the order of rows that fms uses."""
+    """Returns the weights of our Llama with the names and the order of rows that fms uses. fused: whether fms stores
+    the projections of a layer in fused matrices. top: (name of the embedding, name of the head, prefix of all other
+    names)."""
     neighbours = partial(as_neighbours, size=config.resolved_head_dim)
     embedding, head, prefix = top
     found = {

@@ -16,8 +16,8 @@ JOB = slurm.Job("77", "70_3", 2, ["node1", "node2"])
 @pytest.fixture
 def says(tmp_path, monkeypatch):
     """Returns a function says(command, *answers). The function replaces a command of Slurm by a program that prints the
-    answers one after the other, one at each call. Later calls print the last answer. The answer None makes the command
-    fail. says.asked(command) returns the arguments of each call."""
+    answers one after the other, one at each call. Later calls print the last answer. A call whose answer is None fails.
+    says.asked(command) returns the arguments of each call."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 

@@ -102,8 +102,9 @@ class FakeRun:
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Returns a function fake(mode, run) that replaces wandb by a module whose `init` returns this run, or raises it if
-    it is an exception. It returns the list to which `init` appends its arguments."""
+    """Returns a function fake(mode, run, api_key). The function replaces wandb by a module with this mode and key,
+    whose `init` returns the given run, or raises it if it is an exception. The function returns the list to which
+    `init` appends its arguments."""
 
     def fake(mode, run, api_key="x"):
         given = []

@@ -41,7 +41,8 @@ def causal_conv1d_reference(x, weight, bias, activation):
 
 
 def answered_by(reference, kernel, sequences, ignored):
-    """Returns a replacement for `kernel` that takes the same arguments and runs `reference` for each document.
+    """Returns a replacement for `kernel` that takes the same arguments and runs `reference` for each document. All rows
+    must have the same documents.
 
     sequences: the names of the arguments whose second dimension is the position.
     ignored: the names of the arguments that `reference` does not have.

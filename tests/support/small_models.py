@@ -89,8 +89,8 @@ def model_of(config, get, dtype=torch.float32):
 
 
 def write_ours(folder, config, state=None):
-    """Writes a model folder in our format, without the library. state: {name: tensor} of the model, by default
-    random_state(config)."""
+    """Writes a model folder in our format, without the library's code that writes models. state: {name: tensor} of the
+    model, by default random_state(config)."""
     state = state or random_state(config)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)))

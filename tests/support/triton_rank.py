@@ -30,8 +30,9 @@ def author_of(path):
 
 
 def compile_kernel(cache, kernel, author, size):
-    """Writes the thirteen cache entries of Triton's compile() in its order, then launches. Returns "hit" or
-    "compiled"."""
+    """Uses the cache in the same order as Triton's compile() and its launcher. If the kernel is not in the cache, this
+    function writes its thirteen files. Asserts that all files that it reads are complete. Returns "hit" if the kernel
+    was in the cache, otherwise "compiled"."""
     key = hashlib.sha256(kernel.encode()).hexdigest()
     manager, dump = cache.get_cache_manager(key), cache.get_dump_manager(key)
     group = manager.get_group(f"{kernel}.json") or {}

@@ -36,8 +36,8 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Returns a function failing(times, number), which makes this many saves fail with this errno, and returns a list
-    of the steps of all saves."""
+    """Returns a function failing(times, number), which makes the next `times` saves fail with this errno. It returns a
+    list to which each later save appends its step."""
 
     def start(times, number=errno.ENOSPC):
         begun, real = [], checkpointer.write_pieces
