@@ -69,7 +69,7 @@ class Save:
     """A save that is in progress."""
 
     step: int
-    folder: Path  # its temporary folder, inside the staging folder of the lease
+    folder: Path  # the temporary folder of the save, inside the staging folder of the lease
     state: dict[str, Any]  # see Contents.state
     # {stored name: tensor}. The field `ranges` of the tensors is set once all ranks have written their files.
     tensors: dict[str, StoredTensor]
@@ -298,7 +298,7 @@ class Checkpointer:
                 self.report(f"checkpoint {path.name} is committed")
 
     def wait(self) -> None:
-        """Waits until the save in progress, if any, is committed. Raises UserError on all ranks if it failed."""
+        """Waits until the save in progress, if any, is committed. Raises UserError on all ranks if the save failed."""
         with self._measure_stall():
             while self.pending:
                 self.world.run_local(wait, [self.pending.work])
@@ -411,6 +411,6 @@ def _unpin(buffer: torch.Tensor) -> None:
 
 
 def _clear_cuda_error() -> None:
-    """Clears CUDA's last error of this thread. Otherwise the next kernel launch would report it as its own."""
+    """Clears CUDA's last error of this thread. Otherwise the next kernel launch would report this error as its own."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")

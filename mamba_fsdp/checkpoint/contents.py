@@ -116,8 +116,9 @@ def _read(path: Path) -> dict[str, Any]:
 def read_commit(checkpoint: Path) -> Commit:
     """Returns the content of COMMIT.
 
-    Raises BrokenCheckpointError if it is damaged or belongs to another step. Raises UserError if another version of
-    this program wrote it. Such a checkpoint is not damaged, and must not be replaced by an older one.
+    Raises BrokenCheckpointError if COMMIT is damaged or belongs to another step. Raises UserError if another
+    version of this program wrote the checkpoint. Such a checkpoint is not damaged, and must not be replaced by an
+    older one.
     """
     with _raise_if_corrupt(COMMIT):
         content = _read(checkpoint / COMMIT)
@@ -188,7 +189,7 @@ def verify_sizes(checkpoint: Path) -> list[str]:
 
 
 def check_size(path: Path, checksum: FileChecksum) -> str:
-    """Compares the size of a file with its entry in COMMIT. Returns a message if it differs; "" if it is correct."""
+    """Compares the size of a file with its entry in COMMIT. Returns a message if the size differs, else ""."""
     try:
         size = stat_of(path).st_size
     except OSError as error:

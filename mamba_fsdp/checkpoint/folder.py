@@ -59,7 +59,7 @@ class Reader:
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Returns elements [start, stop) of a flattened tensor as a 1-D tensor on the CPU.
 
-        Raises UserError if a file can't be read, and BrokenCheckpointError if it is damaged.
+        Raises UserError if a file can't be read, and BrokenCheckpointError if a file is damaged.
         """
         tensor = self.contents.tensors[name]
         result = torch.empty(stop - start, dtype=SAFETENSORS_DTYPES[tensor.dtype])

@@ -51,7 +51,7 @@ def find_ranges(
     is the rank that wrote it. Raises ValueError if the pieces of a tensor do not cover it.
     """
     by_rank = [np.frombuffer(zlib.decompress(sent), dtype="<i8").reshape(-1, 2) for sent in packed]
-    by_tensor = np.array(by_rank).transpose(1, 0, 2)  # (tensors, ranks, 2)
+    by_tensor = np.array(by_rank).transpose(1, 0, 2)  # shape (tensors, ranks, 2)
     ways: list[TensorRanges] = []
     number_of_way: dict[tuple[int, bytes], int] = {}
     numbers = []

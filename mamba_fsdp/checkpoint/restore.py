@@ -217,7 +217,7 @@ def load(checkpoint: VerifiedCheckpoint, shards: Sequence[Shard], world: World) 
 
     Elements that were loaded during verification are not read again. The checkpoint must contain exactly the model's
     tensors among `shards`, and exactly the optimizer's tensors if there are any among `shards`. Raises UserError on all
-    ranks if it does not, or if a file can't be read.
+    ranks if the tensors differ, or if a file can't be read.
     """
     _check_tensors(checkpoint, shards)
     reader = Reader(checkpoint.path, checkpoint.contents)

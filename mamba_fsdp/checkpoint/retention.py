@@ -75,7 +75,7 @@ class Retention:
         final = self.folder / staged.name
         if self._must_keep(final):
             retry_io((staged / KEEP_MARKER).touch, staged / KEEP_MARKER)
-        if exists(final):  # it is damaged: otherwise the run would have resumed from it
+        if exists(final):  # this one is damaged, or the run would have resumed from it
             self.lease.remove(final)
         self.lease.move(staged, final)
         sync_folder(self.folder)

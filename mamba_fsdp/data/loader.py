@@ -314,8 +314,8 @@ def _batch(
 
 
 def _document_starts(positions: np.ndarray) -> np.ndarray:
-    """Returns whether a document starts at each position of a window, as a bool array (n,). It is False for the first
-    position, because it makes no difference whether the first document began before the window."""
+    """Returns whether a document starts at each position of a window, as a bool array (n,). The value is False for the
+    first position, because it makes no difference whether the first document began before the window."""
     return np.append(False, positions[1:] == 0)
 
 

@@ -9,10 +9,10 @@ from mamba_fsdp.data.sampler import splitmix64
 
 SPANS = 16  # the approximate number of spans in the whole input
 BYTES_PER_TOKEN = 4  # an estimate
-MIN_SPAN = 64  # tokens
+MIN_SPAN = 64  # the smallest length of a span in tokens
 MAX_SPAN = 1 << 16
 DEFAULT_SPAN = 1 << 10  # used if the size of the input is not known
-PART_OFFSET = 1 << 40  # more stretches than any part of the work has
+PART_OFFSET = 1 << 40  # larger than the number of stretches of any part of the work
 
 
 def to_fraction(fraction: float) -> Fraction:

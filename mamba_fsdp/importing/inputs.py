@@ -124,8 +124,8 @@ def describe(files: list[InputFile]) -> dict[str, Any]:
 
 
 def builtin_files() -> list[Path]:
-    """Returns the sorted paths of the UTF-8 .py files in the standard library of the running Python. Raises UserError if it is
-    installed without sources."""
+    """Returns the sorted paths of the UTF-8 .py files in the standard library of the running Python.
+    Raises UserError if this Python is installed without sources."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in sorted(root.rglob("*.py"), key=Path.as_posix):
@@ -191,7 +191,7 @@ def _hub_splits(name: str, options: DatasetConfig) -> list[InputFile]:
 
     try:
         splits = datasets.get_dataset_split_names(name, options.config or None)
-    except Exception as error:  # an unknown name, split or config, no network, ...
+    except Exception as error:  # for example an unknown name or config, or no network
         raise UserError(
             f"{name}: there is no such file or folder, and `datasets` can't load it from the Hub ({first_line(error)})"
             f"{suggest_path(Path(name))}"
@@ -217,7 +217,7 @@ def _files_of_split(
     files: list[InputFile], options: DatasetConfig, input: str, left_out: LeftOut
 ) -> list[InputFile]:
     """Returns the files of the split that the options select, and prints the reason for the selection. Raises UserError if
-    there are none."""
+    the split has no files."""
     wanted = options.split or "train"
     names = {file.split for file in files}
     chosen = {name for name in names if name == wanted or wanted == "all"}

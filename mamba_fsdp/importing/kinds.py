@@ -240,8 +240,8 @@ DESCRIPTION = re.compile(
     r"(README|LICEN[CS]E|CITATION)([-._].*)?\.(md|txt)|(dataset_infos|index|meta|metadata)\.json",
     re.I,
 )
-MAX_LISTED = 8  # names in a message
-MAX_SCANNED_FILES = 10_000  # files in a folder that are examined to describe the folder
+MAX_LISTED = 8  # maximum number of names in a message
+MAX_SCANNED_FILES = 10_000  # maximum number of files to examine for a description of a folder
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ class _Part:
         if not unfinished:
             self._merge(states, tokenizer)
             return True
-        if _is_complete(self.out, self.settings):  # another part has merged them in the meantime
+        if _is_complete(self.out, self.settings):  # another part has merged all parts meanwhile
             return True
         print(
             f"part {self.number} is finished; to complete {self.out}, these parts have to finish: {', '.join(unfinished)}"

@@ -14,7 +14,7 @@ from mamba_fsdp.importing.text_files import NulByte, check_head, find_invalid_by
 from mamba_fsdp.settings.dataset_config import DatasetConfig
 from mamba_fsdp.storage.retry import is_file, open_with_retries
 
-MAX_REASON = 700  # characters of another library's error message
+MAX_REASON = 700  # maximum length of another library's error message
 CHECK_SECONDS = 60.0  # the time limit of check_content; a GB takes about one second
 SKIP = "--skip_unreadable=true skips records and files that can't be read"
 TEXTS = ("text", "json", "csv")

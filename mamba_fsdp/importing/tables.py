@@ -89,7 +89,7 @@ def _documents_in(
             assert isinstance(fault, Fault)
             raise ValueError(fault.message())
         values = batch[top].to_numpy(zero_copy_only=False)
-        is_of_datasets = b"huggingface" in (batch.schema.metadata or {})  # not a file of fms-fsdp
+        is_of_datasets = b"huggingface" in (batch.schema.metadata or {})  # and not of fms-fsdp
         is_document = types.is_integer(batch[top].type) and not is_of_datasets
         for value in [values] if is_document and file.kind == "arrow" else values:
             row += 1

@@ -19,7 +19,7 @@ BLOCK = 1 << 20  # bytes or characters to read at a time
 # The maximal number of characters in a document. Documents are encoded as a whole, which takes about 130 bytes of memory
 # per character.
 MAX_TEXT_LENGTH = 1 << 25
-MAX_LINE_LENGTH = 1 << 29  # characters of a record, or of a JSON file that is read as a whole
+MAX_LINE_LENGTH = 1 << 29  # maximum characters of a record, or of a JSON file read as a whole
 AROUND = (
     1 << 15
 )  # bytes before and after an invalid byte that decide whether the file is text at all

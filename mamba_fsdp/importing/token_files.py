@@ -121,7 +121,7 @@ def _flat_ids(file: InputFile, stream: BufferedReader, dtype: str) -> StoredArra
 def _numpy_array(name: str, stream: BufferedReader) -> StoredArray:
     """Returns the array in a file of NumPy. Raises ValueError if it is not a one-dimensional array of integers."""
     try:
-        array = retry_io(np.load, name, name, "r")  # only its header is used
+        array = retry_io(np.load, name, name, "r")  # only the header of the file is used
     except ValueError as error:
         raise ValueError(
             f"the file is truncated or not a plain array ({first_line(error)}); copy it again"

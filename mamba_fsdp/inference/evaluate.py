@@ -25,7 +25,7 @@ MAX_POSITIONS = {"cpu": 1 << 14, "cuda": 1 << 18}
 
 @condition("DATA (instead of --tasks)")
 def evaluates_data(options: Any) -> bool:
-    return not getattr(options, "tasks", [])  # mamba_fsdp.evaluate does not have this option
+    return not getattr(options, "tasks", [])  # mamba_fsdp.evaluate has no option `tasks`
 
 
 @dataclass
@@ -107,7 +107,7 @@ def measure(
     """Evaluates a model on a token store, and shows the progress on the console. All ranks must call it; each evaluates
     a part of the windows.
 
-    Raises UserError if the store can't be read, if it does not fit the model's tokenizer or vocabulary, or if the
+    Raises UserError if the store can't be read or does not fit the model's tokenizer or vocabulary, or if the
     stride is longer than a window.
     """
     from mamba_fsdp.data.loader import BatchShape, evaluation_batches, evaluation_windows

@@ -163,7 +163,7 @@ def score_continuation(scores: torch.Tensor, ids: list[int]) -> tuple[float, boo
     """Returns (log-probability in nats, whether every token is the most likely one) for a continuation.
 
     scores: log-probabilities of the next token, (tokens of a window, vocabulary); the last len(ids) rows belong to the
-    continuation. ids: its tokens. Raises UserError if it is longer than the window."""
+    continuation. ids: the tokens of the continuation. Raises UserError if the window has fewer tokens."""
     if len(ids) > len(scores):
         raise UserError(
             f"an answer of a task has {len(ids)} tokens, but a window only {len(scores)}; set a larger --seq_length"

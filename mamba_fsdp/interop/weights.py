@@ -102,8 +102,8 @@ class Weights(TensorSource):
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self.stored = {name: [StoredTensor(name, shape)] for name, shape in self.shapes.items()}
         self.unread: set[str] = set()  # names of stored tensors that have no effect on the results
-        self.aliases: dict[str, str] = {}  # see Architecture
-        self.swapped: tuple[str, ...] = ()  # suffixes of names, see Architecture
+        self.aliases: dict[str, str] = {}  # see translations.yaml
+        self.swapped: tuple[str, ...] = ()  # suffixes of names, see translations.yaml
         if model.architecture:
             self.stored = model.architecture.stored_tensors(model.config)
             self.unread = silent_tensors(model.architecture, model.config)
@@ -258,7 +258,7 @@ def _find_file(file: Path, model: ModelConfig | None) -> Weights:
         )
     if file.suffix in TRAINER_SUFFIXES:
         description.architecture = None
-    if description.architecture:  # the file can be one of several
+    if description.architecture:  # the weights can consist of several files
         return _find_in_folder(folder, description)
     return _from_file(file, description)
 

@@ -33,8 +33,8 @@ class Interval:
 def young_interval(save: float, between: float) -> float:
     """Returns the checkpoint interval that costs least, to first order: sqrt(2 * save * between).
 
-    It minimizes save / interval + interval / (2 * between), the fraction of time that saves and repeated steps take.
-    save: seconds per save. between: mean time between failures.
+    This interval minimizes save / interval + interval / (2 * between), the fraction of time that saves and repeated
+    steps take. save: seconds per save. between: mean time between failures.
 
     J. W. Young, A first order approximation to the optimum checkpoint interval, Communications of the ACM 17 (9), 1974.
     """

@@ -210,8 +210,8 @@ def gradients_bytes(work: Workload) -> int:
 def gathered_bytes(work: Workload) -> int:
     """Returns the bytes of the copies that sharding makes.
 
-    They are the matrices outside the blocks in the compute dtype, and three copies of the largest block: its weights as
-    received, its weights as used, and its gradients in fp32 before they are reduced."""
+    The copies are the matrices outside the blocks in the compute dtype, and three copies of the largest block: its
+    weights as received, its weights as used, and its gradients in fp32 before they are reduced."""
     if not work.is_sharded:
         return 0
     return work.width * work.non_block_size + (2 * work.width + FP32) * max(work.block_sizes)

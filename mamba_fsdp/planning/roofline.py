@@ -1,5 +1,5 @@
-"""Estimates the time of a training step on a kind of machine with a roofline model. It only calculates; it does not run
-the model.
+"""Estimates the time of a training step on a kind of machine with a roofline model. This module only calculates; it
+does not run the model that is trained.
 
 The model assumes that a device reaches a certain fraction of its peak FLOP/s, of its memory bandwidth and of the rate
 of its links. EFFICIENCY contains the fraction for each kind of work. docs/planning.md compares the results with
@@ -25,7 +25,7 @@ HOP_SECONDS = 5e-6  # latency of each hop of a ring
 # measured.
 BLOCK_LAUNCH_SECONDS = 1.1e-3
 FP32_SLOWDOWN = 16  # fp32 products take about 16 times as long as bf16 products on these devices
-ADAMW_BYTES = 40  # bytes moved per weight
+ADAMW_BYTES = 40  # bytes that AdamW moves for each weight
 
 
 @dataclass

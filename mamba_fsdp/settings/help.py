@@ -80,7 +80,7 @@ class Page:
     def text(self, asked: str) -> str:
         """Formats the page.
 
-        asked: the result of `help_query`. Raises UserError if it is a search that finds nothing."""
+        asked: the result of `help_query`. Raises UserError if `asked` is a search that finds nothing."""
         if asked not in ("", "all") and self.sections:
             return "\n".join(self.search(asked))
         is_brief = bool(self.usual) and not asked

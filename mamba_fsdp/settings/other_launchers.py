@@ -68,8 +68,8 @@ class Entry:
     def translate_value(self, text: Any) -> Any:
         """Translates a value of the other launcher.
 
-        Returns the value for `setting`, or None if the value has no effect here. Raises ValueError if it is not
-        supported."""
+        Returns the value for `setting`, or None if the value has no effect here. Raises ValueError if the value is
+        not supported."""
         if self.convert:
             return CONVERSIONS[self.convert](str(text))
         spellings = {*self.values, *self.refused}

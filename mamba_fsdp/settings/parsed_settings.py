@@ -68,8 +68,8 @@ class ParsedSettings:
     def _set(self, name: str, text: Any, word: str) -> None:
         """Sets the setting `name`.
 
-        Raises UserError for an invalid value. Also raises UserError if it was given before, unless one of the two names
-        comes from another launcher and the values agree."""
+        Raises UserError for an invalid value. Also raises UserError if the setting was given before, unless one of the
+        two names comes from another launcher and the values agree."""
         value = read_field(name, all_settings()[name][1], text, f" ({self.where})")
         if name == "seq_length" and str(text).lower().endswith("k"):
             self.notes.append(

@@ -7,8 +7,8 @@
    the next start. If the process ends in another way during a test, the candidate is rejected at the third start, because
    a time limit or a user can have ended the first two. If the GPU is out of memory or the storage fails, there is no
    verdict: the run ends, and its next start tests the candidate again.
-3. The first correct candidate of each operator is selected. Then every other correct candidate is timed in its place, with
-   the shape of the run, and replaces it if it is faster. With deterministic=true nothing is timed, and the results of a
+3. The first correct candidate of each operator is selected. Then the layers are timed, with the shape of the run, with every
+   other correct candidate in its place. A faster candidate replaces the selected one. With deterministic=true nothing is timed, and the results of a
    candidate must be reproducible.
 4. The run keeps the selection for all its starts, unless its settings ask for other kernels. The selection is also stored
    in a folder next to the runs, for later runs with the same GPU and software.
@@ -52,7 +52,7 @@ from mamba_fsdp.trainer.fingerprint import code_digest
 from mamba_fsdp.trainer.layer_check import READS, READS_AFTER_STATE, GpuLostError, LayerCheck
 
 T = TypeVar("T")
-MAX_MESSAGES = 4  # an error contains the messages of this many ranks
+MAX_MESSAGES = 4  # an error contains the messages of at most this many ranks
 TESTED_DEVICES = {"cuda"}  # backends for these devices are tested before use
 RIGHT = "right"  # the verdict on a correct candidate
 MAX_ENDED_STARTS = 2  # if this many starts ended during the test of a candidate, it is rejected
@@ -86,7 +86,7 @@ class KernelRecord:
 
     @classmethod
     def read(cls, path: Path) -> "KernelRecord":
-        """Reads the file. Returns an empty record if it does not exist. Raises UserError if it is damaged."""
+        """Reads the file. Returns an empty record if there is no file. Raises UserError if the file is damaged."""
         try:
             return read_object(path, cls, "delete it to choose backends again")
         except FileNotFoundError:

@@ -55,7 +55,7 @@ class Rows(NamedTuple):
 
     batch: int
     positions: int
-    before: int = 0  # positions that are read before these, to compute the initial state
+    before: int = 0  # number of positions that are read first, to compute the initial state
 
     def __str__(self) -> str:
         return f"over {self.batch} x {self.positions} positions after {self.before}"
@@ -258,7 +258,7 @@ class LayerCheck:
         return "", bits
 
     def describe_error(self, error: Exception) -> str:
-        """Returns the error as one line. Raises TransientError if it is not caused by the backends."""
+        """Returns the error as one line. Raises TransientError if the error is not caused by the backends."""
         message = f"{type(error).__name__}: {first_line(error)}"
         try:
             self.synchronize()

@@ -1,10 +1,10 @@
 """Runs the training loop. A step loads a batch, accumulates gradients, runs one small collective, clips the gradients
 and updates the weights. Between some steps, the loop reports, validates and saves.
 
-On a GPU, the host runs ahead of the device. It reads the statistics of a step, such as the loss, after it has launched
-the next step, so that it never waits for the device during a step. Clipping, skipping a step and the loss scale of fp16
-depend on these statistics within the same step. Therefore they are computed on the device. All ranks compute them from
-the same sums, and so they all make the same decision.
+On a GPU, the host runs ahead of the device. The host reads the statistics of a step, such as the loss, after it has
+launched the next step, so that it never waits for the device during a step. Clipping, skipping a step and the loss
+scale of fp16 depend on these statistics within the same step. Therefore they are computed on the device. All ranks
+compute them from the same sums, and so they all make the same decision.
 """
 
 import math
@@ -193,7 +193,7 @@ def finish_step(
         )
     logger.report(stats, step.learning_rate)
     if state.skipped_in_a_row >= context.settings.training.max_skipped_steps:
-        saver.wait()  # the checkpoint in progress was saved before the loss became non-finite
+        saver.wait()  # the save in progress began before the loss became non-finite
         raise UserError(describe_bad_samples(context, step.batches))
     return stats
 
@@ -288,7 +288,8 @@ def update_weights(
 
 
 def describe_bad_samples(context: TrainContext, batches: list[Batch]) -> str:
-    """Returns the error message for steps with a non-finite loss or gradient. It names the samples of the last step.
+    """Returns the error message for steps with a non-finite loss or gradient. The message names the samples of the last
+    step.
 
     All ranks call it. batches: the micro-batches of the last step on this rank.
     """

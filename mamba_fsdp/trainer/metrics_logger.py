@@ -66,7 +66,7 @@ class MetricsLogger(contextlib.ExitStack):
         self.on_record = on_record
         self.clock = Clock(step, world.size)
         self.first_step = step + 1
-        self.earlier_step_seconds = context.state.step_seconds  # the sum over earlier starts
+        self.earlier_step_seconds = context.state.step_seconds  # seconds of steps in earlier starts
         self.interval = settings.report.report_interval.steps(context.schedule.tokens_per_step)
         self.flops_per_token = flops_per_token(settings.model, settings.data.seq_length)
         # The peak FLOP/s of all devices together; None for an unknown device.
@@ -75,7 +75,7 @@ class MetricsLogger(contextlib.ExitStack):
             peak = device_peak(torch.cuda.get_device_name(world.device))
             self.peak_flops = peak and peak * world.size
         self.metrics: Log | None = None
-        self.steps: Log  # only on rank 0
+        self.steps: Log  # set only on rank 0
         self.trackers = []
         if world.rank == 0:
             self.metrics = Log(folder.path / METRICS, step, folder.lease)

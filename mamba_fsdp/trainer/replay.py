@@ -66,8 +66,8 @@ class StepRange(NamedTuple):
 
     run: Path
     first: int  # the step of the checkpoint that the range starts from
-    kept: dict[int, Path]  # {step: checkpoint}
-    last: int  # the last step
+    kept: dict[int, Path]  # {step: path} of the run's checkpoints
+    last: int  # the last step of the range
     recorded: dict[int, dict[str, Any]]  # {step: {metric: recorded value}}
     start: StartEvent
 
@@ -240,7 +240,7 @@ def compare_numbers(recorded: dict[str, Any], stats: StepStats, tolerance: float
     """
     for name, now in (("loss", stats.loss), ("grad_norm", stats.gradient_norm)):
         then = recorded[name]
-        if then is None:  # the number was not finite, and the step was skipped
+        if then is None:  # the recorded value was not finite, and the step was skipped
             is_equal = not math.isfinite(now)
         else:
             is_equal = abs(now - then) <= tolerance * abs(then)

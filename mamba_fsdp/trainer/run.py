@@ -42,7 +42,7 @@ MIN_TIMED_STEPS = 5
 MIN_TIMED_SECONDS = 6.0
 # The first steps are not timed, because they allocate buffers and compile kernels.
 UNTIMED_STEPS = 2
-WriteModel = Callable[[Path, Path], object]  # (checkpoint, new folder to write)
+WriteModel = Callable[[Path, Path], object]  # its arguments: (checkpoint, new folder to write)
 
 
 class TrainResult(NamedTuple):
@@ -65,7 +65,7 @@ def run_training(
     """Trains with the given settings, from the newest checkpoint of the run folder if there is one. All ranks call it.
 
     write_model: writes the finished model of a checkpoint to a new folder. on_record: see StopRequest. planned: (number
-    of ranks, ranks per node) that a dry run plans for, if they differ from its own single process.
+    of ranks, ranks per node) that a dry run plans for, if it does not plan for its own single process.
 
     Raises UserError if the run can't start, or if it has to end before its last step.
     """
@@ -166,8 +166,8 @@ def translate_error(error: BaseException, rank: int, has_stepped: bool) -> BaseE
     """Translates an error into one that determines whether the launcher restarts the ranks.
 
     If the connection to another rank was lost, returns a TransientError. If memory ran out before the first step, the
-    settings need too much memory, and a UserError is returned. If memory runs out later, a restart can help. This error
-    and all others are returned unchanged.
+    settings need too much memory, and a UserError is returned. If memory runs out later, a restart can help: such an
+    error, and any other error, is returned unchanged.
 
     rank: the number of this rank. has_stepped: whether the first step has been completed.
     """
@@ -234,7 +234,7 @@ def record_start(context: TrainContext, folder: RunFolder, shards: Sequence[Shar
         folder.copy_tokenizer(representative_source(context.data.sources.values()))
         folder.earlier_seconds = min(
             command_seconds(folder.path, settings.began),
-            settings.began - context.state.first_started,  # 0 if this is the first start
+            settings.began - context.state.first_started,  # this difference is 0 at the first start
         )
         folder.read_node_losses()
         shares = context.data.shares
@@ -290,8 +290,8 @@ def publish_model(
 def measure_tokens_per_second(settings: TrainConfig) -> float:
     """Measures the tokens per second of training steps on this process's device, without validation and checkpoints.
 
-    It trains a randomly initialized model in a temporary folder. Raises UserError if a training with these settings
-    can't start.
+    The measurement trains a randomly initialized model in a temporary folder. Raises UserError if a training with these
+    settings can't start.
     """
     seconds: list[float] = []
     with (

@@ -174,7 +174,8 @@ def adopt_saved(
     """Returns the settings with values adopted from a checkpoint.
 
     These are the model's vocabulary size or, if the checkpoint is from another run, all settings of the model. Raises
-    UserError if the checkpoint's model differs from the settings, or if it was saved with another optimizer.
+    UserError if the checkpoint's model differs from the settings, or if the checkpoint was saved with another
+    optimizer.
     """
     model = parse_model_config(checkpoint, saved.model)
     if settings.checkpoint.starts_from_model():

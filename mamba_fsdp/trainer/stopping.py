@@ -34,8 +34,8 @@ POLL_SECONDS = 1.0  # interval of checks for STOP files: each check is a round t
 class StopRequest:
     """The requests to stop that this rank has received. Enter this context manager after acquiring the run folder.
 
-    reason: why the run must stop; "" if it was not asked to. Only rank 0 checks for STOP files: the user creates one in
-    the run folder, and the launcher in the folder of this start. The text in the file is the reason.
+    reason: why the run must stop; "" if there is no request. Only rank 0 checks for STOP files: the user creates one
+    in the run folder, and the launcher in the folder of this start. The text in the file is the reason.
 
     on_record: a function of the caller. It gets each entry of metrics.jsonl, and asks the run to stop by returning a
     true value. remove: removes the user's STOP file. For a run it is `Lease.remove`.
