@@ -46,11 +46,11 @@ DT = Init("dt", 1e-3, 0.1)
 class Parameter(NamedTuple):
     """The shape of a parameter, the distribution of its initial values, and how training treats it.
 
-    decay   Whether weight decay applies to it. It applies to matrices and convolutions.
-    fp32    Whether it stays in fp32 in every precision mode. Half precision would change dt by up to 1.6 % and A by up
-            to 0.8 %.
-    rows    {name: number of rows} of the matrices that are stacked in it, from the top. It is empty for parameters
-            other than the matrices of mixers and MLPs.
+    decay   Whether weight decay applies to the parameter. It applies to matrices and convolutions.
+    fp32    Whether the parameter stays in fp32 in every precision mode. Half precision would change dt by up to 1.6 %
+            and A by up to 0.8 %.
+    rows    {name: number of rows} of the matrices that are stacked in the parameter, the top one first. It is empty
+            for parameters other than the matrices of mixers and MLPs.
     """
 
     shape: tuple[int, ...]

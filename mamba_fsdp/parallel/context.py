@@ -34,7 +34,7 @@ class ContextGroup:
 
     @classmethod
     def create(cls, world: World, size: int) -> "ContextGroup":
-        """Creates the groups of `size` neighbouring ranks, and returns the group of this rank. All ranks call it."""
+        """Creates the groups of `size` neighbouring ranks, and returns the group of this rank. All ranks must call this method."""
         row, _ = world.grid(size)
         return cls(world.rank % size, size, row, world.device)
 

@@ -1,14 +1,15 @@
 """The kernels of SSD. `sweep` carries a head's states in registers from chunk to chunk. After the sweeps of the
-backward pass, `near` and `far` compute the gradients of B and C and the `flows` of each position: `near` from within
-its pair of chunks, `far` from the states before the pair and through the gradients of the states after it. From the
+backward pass, `near` and `far` compute the gradients of B and C and the `flows` of each position: `near` from the positions
+of the same pair of chunks, `far` from the states before the pair and through the gradients of the states after it. From the
 flows, `finish` computes the gradients of dt, A and the bias.
 
 The exponents of decays are summed exactly, as fixed-point integers (units of 2**-31). Then no other position of the chunk,
 for example of another document, changes a single bit of the decay between two positions. Both parts of a sum, `high` in
 units of 2**-8 and `low`, are exact in fp32, and so are their differences.
 
-Q: positions of a chunk; W: positions of a pair; P: channels of a head in a program; N: d_state; P and N are padded.
-WIDE: matrix products are computed in fp32, as the interpreter needs.
+Q: number of positions of a chunk. W: number of positions of a pair of chunks. P: number of channels of a head in a
+program, a power of two. N: d_state, rounded up to a power of two. WIDE: matrix products are computed in fp32, because the
+interpreter needs this.
 
 A loop over heads loads the steps of the next head before it computes the current one. With num_stages above 1, Triton
 also prefetches x, grad_y and the states, by asynchronous copies.
@@ -103,6 +104,8 @@ def documents_of(seq_idx, start, length, r, ROWS: tl.constexpr):
     goes_on    whether the position is in the same document as the position before `start`
     lasts      whether the position is in the same document as the last of the ROWS positions
     through    whether the position before `start` and the last position are in the same document
+
+    Without seq_idx, all positions are in one document, and `document` has no meaning.
     """
     document = r
     goes_on = r >= 0
