@@ -11,8 +11,8 @@ from importlib import import_module
 
 # GOMP_SPINCOUNT sets how often an OpenMP thread polls before it sleeps while it waits for other threads; 30000 polls
 # take about a millisecond. Without polling, a step on a CPU takes up to twice as long. Longer polling takes the cores
-# from other programs (measured at commit 947f88a). Torch reads the variable when it is imported, and ranks inherit it. If
-# the user has set either of the two variables, nothing is changed.
+# from other programs (measured at commit 947f88a). Torch reads GOMP_SPINCOUNT when it is imported, and ranks inherit it.
+# If the user has set GOMP_SPINCOUNT or OMP_WAIT_POLICY, nothing is changed.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 

@@ -107,8 +107,8 @@ def call(verb: Callable[..., Any], arguments: Sequence[str]) -> Any:
 
 
 def python_function(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Returns the public function `name` of the package. It calls `function` through `invoke`, and its documentation
-    and signature contain the options."""
+    """Returns the public function `name` of the package. The returned function calls `function` through `invoke`. Its
+    documentation and its signature contain the options."""
 
     @functools.wraps(function)
     def checked(*positional: Any, **named: Any) -> Any:

@@ -23,5 +23,5 @@ def compute_type(tensor: torch.Tensor) -> torch.dtype:
 
 
 def is_torch_2_2() -> bool:
-    """Returns whether torch is version 2.2, the version of the pinned environment. Its Triton is version 2.2 too."""
+    """Returns whether torch is version 2.2, the version in the pinned environment. That environment also has Triton 2.2."""
     return torch.__version__.startswith("2.2.")

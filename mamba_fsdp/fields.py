@@ -2,7 +2,7 @@
 
 An option is a field of a dataclass, such as `name: int = setting(8, at_least=1)`. The string below the field is its
 documentation. The settings of training and the options of get_dataset.py and of all verbs are declared this way.
-mamba_fsdp/settings/help.py prints them."""
+mamba_fsdp/settings/help.py prints their documentation."""
 
 import dataclasses
 import math
@@ -96,7 +96,7 @@ def setting(
 ) -> Any:
     """Returns a dataclass field that describes a setting.
 
-    default: the default value; a list is copied for each instance. If it is a non-empty text, the empty text is
+    default: the default value; a list is copied for each instance. If the default is a non-empty text, the empty text is
     rejected. needs: the condition under which the setting has an effect. instead_of: the setting that this one
     replaces. elsewhere: names of the same setting in other programs, separated by spaces. is_path: whether the value is
     the path of a file or folder. choices: the only accepted values; () if the setting is not limited to a list. limits:
@@ -127,7 +127,7 @@ def ineffective_message(field: dataclasses.Field, value: Any) -> str:
 
 
 def default(field: dataclasses.Field) -> Any:
-    """Returns the default of a dataclass field. It calls default_factory if the field has one."""
+    """Returns the default of a dataclass field. Calls default_factory if the field has one."""
     if field.default_factory is dataclasses.MISSING:
         return field.default
     return field.default_factory()
@@ -250,7 +250,7 @@ def parse(kind: Any, text: Any) -> Any:
 def read_field(name: str, field: dataclasses.Field, text: Any, where: str = "") -> Any:
     """Parses the text of the option `name`, and checks the value.
 
-    field: its dataclass field. where: the end of the error message, as in " (in my.yaml)". Choices can be
+    field: the dataclass field of the option. where: the end of the error message, as in " (in my.yaml)". Choices can be
     written in upper or lower case. Raises UserError if the text does not have the option's type, or if the option does
     not accept the value."""
     bounds = field.metadata["bounds"]

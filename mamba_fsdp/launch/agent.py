@@ -25,8 +25,8 @@ DEFAULT_OPTIONS = ["--rdzv-backend=c10d", "--monitor-interval=0.1"]
 def read_options(args: list[str]) -> Namespace:
     """Parses torchrun's options and the command of the ranks from command-line arguments.
 
-    With --standalone, the rendezvous uses the loopback interface. Raises UserError if that does not
-    work.
+    With --standalone, the rendezvous uses the loopback interface. Raises UserError if that
+    interface does not work.
     """
     options = torchrun.parse_args([*DEFAULT_OPTIONS, *args])
     if options.standalone:

@@ -94,7 +94,10 @@ def find_environment() -> str:
 
 
 def find_gpus() -> str:
-    """Returns the names of the GPUs that Slurm assigned. Raises UserError if the driver lists fewer."""
+    """Returns the number and the names of the GPUs that are assigned to this process.
+
+    Raises UserError if the driver lists fewer GPUs, and NotPresent if no GPU is assigned.
+    """
     shown = machine.list_driver_gpus()
     assigned = machine.count_assigned_gpus()
     if assigned > len(shown):
@@ -110,8 +113,9 @@ def find_gpus() -> str:
 
 
 def find_torch_gpus() -> str:
-    """Returns memory, architecture and peak rate of the first GPU. Raises UserError if torch can't
-    open it.
+    """Returns the memory, the architecture and the peak rate of the first GPU.
+
+    Raises UserError if torch can't open the GPU, and NotPresent without a GPU.
     """
     if not machine.count_assigned_gpus():
         raise NotPresent("0 GPUs")
@@ -131,7 +135,7 @@ def find_torch_gpus() -> str:
 def find_torch_code() -> str:
     """Returns the GPU architectures that torch was compiled for.
 
-    Raises UserError if none of them runs on the first GPU.
+    Raises UserError if the first GPU can't run code for any of them, and NotPresent without a GPU.
     """
     import torch
 
@@ -165,7 +169,7 @@ def find_efa() -> str:
 
 def find_efa_plugin() -> str:
     """Returns the name of NCCL's plugin for EFA. Raises UserError if there are EFA devices but no
-    plugin.
+    plugin, and NotPresent without EFA devices.
     """
     if not count_efa_devices():
         raise NotPresent("no EFA devices")

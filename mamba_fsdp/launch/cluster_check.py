@@ -1,5 +1,5 @@
-"""Implements `./1.train.sbatch --check`: runs every step that precedes a training, and removes all
-files that it made.
+"""Implements `./1.train.sbatch --check`: prepares the nodes as for a training, and removes all files
+that the check has made.
 
 This module runs on the cluster's own Python; host.py describes the restrictions.
 """

@@ -94,7 +94,7 @@ def format_mounts(paths: Iterable[str]) -> str:
 def find_mount(path: str) -> str:
     """Returns the path, or its nearest parent without characters that mounts can't contain.
 
-    Raises LaunchError if that is a protected folder of the image.
+    Raises LaunchError if the result is a protected folder of the image.
     """
     mount = path
     while any(letter in mount for letter in UNMOUNTABLE_CHARS):

@@ -25,7 +25,7 @@ class TrainingOutcome(NamedTuple):
     code: int = 0  # exit code of the rank that failed first
     lost_rank: str = ""  # the rank that failed first, and the reason
     stop_file: bool = False  # whether the file STOP in the run folder requested the end
-    error: str = ""  # the last lines of the log
+    error: str = ""  # the error message to print at the end of the log
     node: str = ""  # node of the rank that failed first
 
 
@@ -80,7 +80,7 @@ def decide(state: JobState) -> JobDecision:
     if state.code in (EXIT_USER_ERROR, EXIT_REPLAY_DIFFERS):
         sentence = "not queued again, because no restart can fix the error above"
         return JobDecision(Action.END, state.code, sentence)
-    # The file STOP requested the end, but a rank failed before it had written a checkpoint.
+    # The file STOP requested the end, but a rank failed before the run had stopped.
     if outcome.status == "stopped" and outcome.stop_file:
         sentence = (
             "ended at {}: the file STOP requested it, but a rank failed before it had stopped; sbatch the same command to "

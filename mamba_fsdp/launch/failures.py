@@ -30,6 +30,7 @@ class Failure:
     node: str
     rank: int | None  # None for a node without ranks
     exit_code: int  # for a rank that a signal ended, 128 plus the signal number, as in a shell
+    # Whether a signal other than SIGTERM and SIGABRT ended the rank before it could write an error file.
     was_killed: bool
     time: float  # seconds since the epoch
     reason: str  # the error of the rank, or a description of its exit code

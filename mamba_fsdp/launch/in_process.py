@@ -53,7 +53,7 @@ def prepare(settings: TrainConfig) -> None:
     """Checks the inputs, and makes the built-in data if it is missing, before slow libraries are
     imported.
 
-    Only rank 0 does so; the other ranks wait for it when they connect. Raises UserError for missing
+    Only rank 0 does so; the other ranks wait for rank 0 when they connect. Raises UserError for missing
     inputs, and for a run folder that the run can't use.
     """
     if os.environ.get("RANK", "0") != "0":

@@ -2,8 +2,8 @@
 
     python3 mamba_fsdp/launch/job.py ./1.train.sbatch [--check] [--SETTING=VALUE ...]
 
-1.train.sbatch finds this file and replaces itself with this program. It runs on the host's own
-Python with only the standard library, because the Python of an image exists only after the image
+1.train.sbatch finds this file and replaces itself with this program. The program runs on the host's
+own Python with only the standard library, because the Python of an image exists only after the image
 has been unpacked. launch/plan.py resolves the settings in the environment that trains.
 """
 

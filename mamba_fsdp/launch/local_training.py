@@ -63,8 +63,8 @@ def train_here(called: str, args: List[str], variables: Variables, is_demo: bool
 def dry_run(python: List[str], settings: Dict[str, Any], nodes: int) -> int:
     """Prints what a training on this number of nodes would do. Returns the exit code.
 
-    It runs in one process without ranks and leaves no files. python: the beginning of the command
-    line.
+    The dry run uses one process without ranks, and leaves no files. python: the command that starts
+    Python.
     """
     os.environ["MAMBA_FSDP_NODES"] = str(nodes)
     command = [*python, os.path.join(PROJECT, "training.py"), "--resolved=/dev/stdin"]
@@ -144,8 +144,8 @@ class LocalTraining:
         return self.print_end(starts.run())
 
     def run_launcher(self, command: List[str]) -> int:
-        """Runs the launcher and removes the files that it leaves if it is killed. Returns its exit
-        code.
+        """Runs the launcher, and removes the temporary folders that a killed launcher leaves. Returns
+        the exit code of the launcher.
         """
         self.folder.remove_outcome()
         code = self.supervisor.run_training(command, self.ask_ranks)

@@ -27,8 +27,8 @@ LAUNCHER = "LAUNCHER_PID"  # environment variable: the process id of the launche
 
 
 def count_assigned_gpus() -> int:
-    """Returns the number of GPUs in CUDA_VISIBLE_DEVICES, or of all GPUs of the driver if it is not
-    set.
+    """Returns the number of GPUs in CUDA_VISIBLE_DEVICES, or of all GPUs of the driver if that
+    variable is not set.
     """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = list_driver_gpus() if chosen is None else chosen.split(",")

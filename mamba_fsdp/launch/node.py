@@ -56,8 +56,10 @@ DEFAULT_RUN_ID = "none"  # torchrun's default --rdzv-id
 
 
 def main(run: Path, args: list[str]) -> int:
-    """Runs the ranks of this node until they exit. Returns an exit code: of the rank that failed first,
-    0 if none failed, or 128 plus the number of a signal that asked this node to stop.
+    """Runs the ranks of this node until they exit.
+
+    Returns 0 if no rank failed, the exit code of the rank that failed first, or 128 plus the number
+    of a signal that asked this node to stop.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     end_with_launcher(signal.SIGQUIT)
@@ -103,8 +105,8 @@ def remove_earlier_outcome(folder: Path) -> None:
     """Removes the failures and the outcome of an earlier start from the folder, on the first node
     only.
 
-    With an ID, the earlier start belongs to the same Slurm step: HyperPod has replaced a node and
-    started the step again.
+    If --rdzv-id is given, the earlier start belongs to the same Slurm step: HyperPod has replaced a
+    node and started the step again.
     """
     if not is_first_node():
         return
@@ -168,8 +170,8 @@ def print_outcome(outcome: TrainingOutcome) -> int:
 
 
 def publish_outcome(folder: Path, outcome: TrainingOutcome, failure: Failure | None) -> int:
-    """Writes outcome.json for job.py, or waits until the first node has written it. Returns the
-    exit code.
+    """Writes outcome.json for job.py. A node without a failure, except the first one, waits for the
+    file instead. Returns the exit code.
     """
     if not failure and not is_first_node():
         wait_for_outcome(folder)
@@ -189,9 +191,9 @@ def publish_outcome(folder: Path, outcome: TrainingOutcome, failure: Failure | N
 def wait_for_outcome(folder: Path) -> None:
     """Waits until the first node has written outcome.json.
 
-    One minute after the first launcher has exited, srun kills the others (--wait, see
-    slurm_training.py). Torch's agents wait for each other for only 300 s, and rank 0 can need more
-    time than that to write the model.
+    If this launcher exited earlier, srun would kill the other launchers one minute later (--wait,
+    see slurm_training.py). Torch's agents wait for each other for only 300 s, and rank 0 can need
+    more time than that to write the model.
     """
     while not os.path.exists(folder / OUTCOME):
         time.sleep(1)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from mamba_fsdp import interpreter
 
-if __name__ == "__main__":  # importing this module changes no signal handler
+if __name__ == "__main__":  # an import must not change signal handlers
     interpreter.require_packages("yaml")
 
 from mamba_fsdp import command_line

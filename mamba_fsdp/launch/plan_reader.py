@@ -12,7 +12,7 @@ from mamba_fsdp.launch.host import find_settings_python
 from mamba_fsdp.launch.nodes import Batch
 
 MODULE = ["-m", "mamba_fsdp.launch.plan"]
-EXIT_MISSING_PACKAGES = 1  # exit code of launch/plan.py
+EXIT_MISSING_PACKAGES = 1  # exit code of launch/plan.py if fire is not installed
 
 
 class Plan(NamedTuple):

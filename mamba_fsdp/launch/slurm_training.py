@@ -111,8 +111,8 @@ def make_training(args: List[str], variables: Variables, kind: Type[Training]) -
 
     kind: SlurmTraining, or its subclass for a check.
 
-    Raises LaunchError for jobs that are unsuitable or have ended, for unsuitable variables, and
-    SystemExit after a help page or an error in the settings.
+    Raises LaunchError if the job is unsuitable or has ended, or if the variables do not fit it.
+    Raises SystemExit after a help page or an error in the settings.
     """
     supervisor = Supervisor()
     job = slurm.this_job()
@@ -150,7 +150,7 @@ class SlurmTraining:
         self.plan: Optional[Plan] = None
         self.folder: Optional[StartFolder] = None
         self.has_container: Set[str] = set()  # nodes that have unpacked the image
-        self.passed_preflight: Set[str] = set()  # nodes
+        self.passed_preflight: Set[str] = set()  # nodes that preflight found fit
         self.ranks_per_node = 1
         self.busy_nodes: Set[str] = set()  # nodes of the current command
         self.training_nodes: List[str] = []
@@ -191,7 +191,7 @@ class SlurmTraining:
         slurm.warn_if_memory_is_limited(job)
         try:
             plan, folder = self.prepare()
-            if plan.dry_run:  # the settings were resolved in the image
+            if plan.dry_run:  # not known before if only the image could resolve the settings
                 return self.dry_run(plan)
             state = self.train(plan, folder)
         except (StopRequested, DeadlineExceeded):
@@ -349,8 +349,8 @@ class SlurmTraining:
     def raise_write_error(self, plan: Plan) -> None:
         """Raises the error of a run folder that can't be written.
 
-        It is a user error in the first start of the job. In later starts it is a failure of the
-        storage that can be transient.
+        In the first start of the job this is a LaunchError, because the user has to fix it. In later
+        starts it is StartFailed, because the storage can have failed temporarily.
         """
         sentence = f"can't write to {plan.run_folder} on {self.job.nodes[0]}"
         if self.job.restart == 0:

@@ -38,7 +38,9 @@ class RankRestarts:
             print_line("restarts   the ranks after the loss of " + state.lost)
 
     def count_failure(self, state: JobState) -> None:
-        """Counts a failure of the node on which a rank failed first."""
+        """Counts a failure of the node on which a rank failed first. Forgets the failures before a
+        newer checkpoint.
+        """
         if state.newest != self.failed_from:
             self.failed_from = state.newest
             self.failures.clear()

@@ -20,7 +20,7 @@ STORAGE_TIMEOUT_SECONDS = 10.0  # time limit for a write that hangs when the job
 
 
 class StopRequested(Exception):
-    """Raised if a signal requested a stop before the training began, or between two commands."""
+    """Raised if a signal has requested a stop, except while `run_training` runs a command."""
 
 
 class DeadlineExceeded(Exception):
@@ -174,8 +174,8 @@ class Supervisor:
                 os.killpg(self.child.pid, number)
 
     def abort_for_lost_node(self) -> None:
-        """Kills the current command, or the next one, and makes it raise NodeLost. Any thread can
-        call it.
+        """Kills the current command, or the next one, and makes the method that runs the command
+        raise NodeLost. Any thread can call this method.
         """
         self.has_lost_node = True
         self.send(signal.SIGKILL)

@@ -96,7 +96,7 @@ def array_part() -> str:
 def folders_to_mount(args: List[str]) -> List[str]:
     """Returns the folders of the paths in the arguments, and the targets of symbolic links in them.
 
-    For a path that does not exist, this is the nearest parent that exists.
+    For a path that does not exist, the result contains its nearest parent that exists.
     """
     folders = []
     named = []

@@ -74,7 +74,7 @@ def list_charts(runs: Iterable[RunSummary]) -> list[str]:
 
 
 def _restart_lines(run: RunSummary) -> dict[str, Any]:
-    """Returns a trace with a vertical line at each restart of a run. It is also the entry of this run in the legend."""
+    """Returns a trace with a vertical line at each restart of a run. The trace is also the run's entry in the legend."""
     steps = [math.nan]
     heights = [math.nan]
     texts = [""]

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from mamba_fsdp.text import escape_unprintable
 
-PrintLine = Callable[[str], None]  # prints a line on rank 0
+PrintLine = Callable[[str], None]  # a function that prints a line on rank 0
 SECONDS_BETWEEN_UPDATES = 0.2
 
 

@@ -378,9 +378,9 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _process_namespace() -> str | None:
-    """Identifies the boot and the PID namespace; None without Linux's /proc.
+    """Returns a text that identifies this boot of the host and this PID namespace; None without Linux's /proc.
 
-    Process ids are unique only within both.
+    A process id is unique only within one boot and one PID namespace.
     """
     with contextlib.suppress(OSError):
         boot = read_text("/proc/sys/kernel/random/boot_id").strip()

@@ -69,7 +69,7 @@ def committed_names(
     """Returns the names of the committed checkpoints in a folder, oldest first; [] if the folder does not exist.
 
     Their files are not verified. list_names: lists the names in a folder. is_there: returns whether a file exists.
-    If one of the two functions raises another OSError, it is raised.
+    Raises the OSErrors of both functions, except if the folder does not exist.
     """
     try:
         names = list_names(checkpoints)

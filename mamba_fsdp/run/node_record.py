@@ -1,8 +1,8 @@
 """Records lost and sick nodes of a run in nodes.jsonl in the run folder.
 
 Each line is one JSON object: time (UTC), job, node, kind (lost or sick), reason, last_seen (seconds since the epoch). For
-a day, later starts train on a sick node only if there are not enough other nodes. If its line or the file is deleted,
-they use it like any other node.
+a day, later starts train on a sick node only if there are not enough other nodes. If the line
+of a node or the whole file is deleted, later starts use the node like any other.
 
 The launcher imports this module with the cluster's own Python, so it must run on Python 3.6.
 """

@@ -136,7 +136,7 @@ def _format_line(entry: dict) -> str:
 
 
 def read_entries(path: Path) -> list[dict]:
-    """Returns the objects of a file of JSON lines, see `iterate_entries`. Raises UserError if it can't be read."""
+    """Returns the objects of a file of JSON lines, see `iterate_entries`. Raises UserError if the file can't be read."""
     try:
         return retry_io(lambda: [entry for entry, _ in iterate_entries(path)], path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Marks this program's files with their format and version, and rejects files that it can't read."""
+"""Marks this program's files with their format and version, and rejects files that the program can't read."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ class Format:
     """A file format of this program."""
 
     name: str
-    version: int  # to be increased when older versions of the program would misread new files
+    version: int  # increase it if older versions of the program would misread new files
 
     def header(self) -> dict[str, str | int]:
         """Returns the fields at the beginning of each file of this format."""

@@ -74,8 +74,8 @@ def parse_os_error(error: Exception) -> OSError | None:
 
 
 def storage_error(error: OSError, text: str) -> UserError:
-    """Returns an exception with this text for a failed file operation: a StorageError if `error` is transient, so that a
-    later start can succeed, otherwise a UserError."""
+    """Returns an exception with this text for a failed file operation: a StorageError if `error` is transient, because a
+    later start can then succeed, otherwise a UserError."""
     kind = StorageError if error.errno in TRANSIENT_ERRNOS else UserError
     return kind(text)
 

@@ -1,5 +1,5 @@
-"""Parses untrusted JSON and checks that it has the expected types. Any error in the content raises ValueError, never another
-exception."""
+"""Parses untrusted JSON and checks that it has the expected types. For any error in the content, parse_object and from_json
+raise ValueError, never another exception."""
 
 import json
 import reprlib

@@ -1,1 +1,2 @@
-"""The verbs of `python -m mamba_fsdp`. Each is a module: its docstring begins the help page, and its `main` runs the verb."""
+"""Contains a module for each verb of `python -m mamba_fsdp`. The docstring of the module is the beginning of the verb's help
+page, and the function `main` of the module runs the verb."""

@@ -73,9 +73,9 @@ def main(run: str, options: Options) -> int:
 
 
 def describe(path: Path, verify: bool) -> Row:
-    """Reads a committed checkpoint and returns its Row. If it can't be read, the verdict contains the reason.
+    """Reads a committed checkpoint and returns its Row. If the checkpoint can't be read, the verdict contains the reason.
 
-    verify: compare every byte with the checksums."""
+    verify: whether to compare every byte with the checksums. Otherwise only the sizes of the files are checked."""
     verdict = "whole" if verify else "not verified"
     row = Row(step_of(path.name) or 0, size_of(path), verdict, kept=exists(path / KEEP_MARKER))
     with suppress(OSError):

@@ -71,7 +71,8 @@ def expects_failures(options: "PlanConfig") -> bool:
 
 @dataclass
 class PlanConfig:
-    """The options of the command, in addition to the settings of the training. 0: the value of the instance."""
+    """The options of the command, in addition to the settings of the training. If an option that describes the machine is 0,
+    the value of --instance is used."""
 
     nodes: int = setting(1, at_least=1, at_most=100_000, elsewhere="nnodes num_nodes node")
     """Number of machines (nodes)."""
@@ -324,7 +325,7 @@ def expect_failures(
     """Calculates the expected failures and the checkpoint intervals for --hours_between_failures.
 
     Returns {} without this option. Raises UserError if the time of a step is unknown, or if the run given with --measured
-    has recorded no saves."""
+    has recorded no save after which the training continued."""
     if not options.hours_between_failures:
         return {}
     if not expected.step:
@@ -348,7 +349,8 @@ def expect_failures(
 
 
 def measured_seconds(run: Path) -> dict[str, float]:
-    """Returns the fields of Costs that a run has measured. Raises UserError if it has recorded no saves."""
+    """Returns the fields of Costs that a run has measured. Raises UserError if the run has recorded no save after which the
+    training continued."""
     events = read_events(run)
     # Only events of saves have "seconds". Leave out the last save of a start, and a save from which a later start resumed,
     # because the metrics do not contain the time that training waited for these saves. They are recognised by their steps,

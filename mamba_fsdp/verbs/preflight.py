@@ -78,7 +78,7 @@ def report(folder: Path, settings_file: Path) -> None:
 def find_mistake(settings: TrainConfig) -> str:
     """Returns the first error that a start would raise on this node, or "".
 
-    It checks the weights (missing, or of another model), the data (missing; the first node also checks the content), and the
+    Checks the weights (missing, or of another model), the data (missing; the first node also checks the content), and the
     free space for checkpoints. Raises StorageError for a transient error of the storage; `judge` then finds no report from
     this node."""
     try:

@@ -37,10 +37,10 @@ def main(*stray: str, config: str | None = None, resolved: str | None = None, **
 
 
 def exit_code(stopped: str) -> int:
-    """Returns the exit code of a training.
+    """Returns the exit code of a training: 0, or 128 plus the number of the signal that stopped it, as in a shell. Under
+    torchrun, returns 0 in both cases.
 
-    stopped: the reason why the training stopped. If it is the name of a signal, the exit code is 128 plus the number of the
-    signal, as in a shell; otherwise it is 0."""
+    stopped: the reason why the training stopped; the name of the signal if a signal stopped it."""
     # Under torchrun the code is always 0. torchrun considers other codes a failure, and kills the ranks that are still
     # writing the checkpoint.
     if "RANK" in os.environ or stopped not in signal.Signals.__members__:
