@@ -41,7 +41,7 @@ class Finding:
 class Check:
     """A named check of the machine.
 
-    `find` returns a description of its findings. It raises NotPresent, a UserError with advice, or
+    `find` returns a description of its findings, or raises NotPresent, a UserError with advice, or
     the error of a failed import.
     """
 

@@ -123,7 +123,7 @@ def _queue_again(state: JobState) -> JobDecision:
 def should_restart_ranks(state: JobState, restarted_from: str) -> bool:
     """Returns whether the ranks are restarted as a new step of the same job.
 
-    They are restarted once for each new checkpoint, after a rank or a launcher failed.
+    After a rank or a launcher has failed, the ranks are restarted once for each new checkpoint.
 
     restarted_from: the newest checkpoint at the previous restart; "" if there was none.
     """

@@ -1,10 +1,10 @@
 """Guards one node of a job: python3 node_guard.py START ADDRESS PORT JOB ...
 
-A step of each job runs this program on every node, outside any container. It keeps a TCP connection
-to the job's program (node_watch.py), so that each side notices if the other host is lost. If the
-host of the job's program is lost, the guards queue the job again. At the end, a guard removes the
-containers and temporary folders that this start has left on its node. At the beginning it removes
-the containers of jobs that have ended.
+A step of each job runs this program, the guard, on every node, outside any container. Each guard
+keeps a TCP connection to the job's program (node_watch.py), so that each side notices if the other
+host is lost. If the host of the job's program is lost, the guards queue the job again. A guard
+removes the containers of ended jobs when it starts. Before it exits, it removes the containers and
+temporary folders that this start of the job has left on its node.
 
 START: this start of the job, such as 77.0. ADDRESS, PORT: where the job's program listens. JOB:
 another running job of this user; its containers are kept.
@@ -52,7 +52,7 @@ class JobEnding(Exception):
 
 
 class Connection:
-    """The connection to the job's program. It stays open until this process exits.
+    """The connection to the job's program. The connection stays open until this process exits.
 
     ending: GOODBYE at the regular end of the start, NO_CONNECTION if the program could not be
     reached, JOB_ENDING if Slurm ends the job, and "" if the program was killed or its host is lost.

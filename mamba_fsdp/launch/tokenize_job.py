@@ -84,7 +84,7 @@ def array_part() -> str:
         int(os.environ["SLURM_ARRAY_TASK_" + name])
         for name in ("MIN", "MAX", "COUNT", "STEP", "ID")
     )
-    # Slurm does not tell tasks the numbers of a list such as 5,9. It then sets the step to 1.
+    # For an array with a list of numbers such as 5,9, Slurm does not show the list to the tasks, and sets the step to 1.
     if (last - first) // between + 1 != count:
         raise LaunchError(
             "the tasks of an array with a list of numbers can't determine their parts; submit --array=0-{}, or a single "

@@ -1,8 +1,8 @@
 """Implements leases: at any time, only the process that owns the lease of a folder writes there.
 
 A lease is a file. Its holder renews it, by updating the modification time, as long as the process lives. A lease that
-is no longer renewed expires, so nobody has to clean up after a crash. Locks of the operating system are not used:
-on a shared file system, it depends on the mount options whether other hosts see them.
+is no longer renewed expires, so nobody has to clean up after a crash. Locks of the operating system are not used,
+because on a shared file system, other hosts see them only with some mount options.
 
 A process can be suspended at any moment, even between checking its lease and the write that follows, and continue after
 another process has acquired the lease. Therefore the holder does not write in place. It has a staging folder next to
@@ -123,7 +123,7 @@ class Lease:
     """A lease that gives this process the right to write to `target`. A closed lease can't be acquired again.
 
     file: the lease file. target: the folder that is leased, by default the folder of `file`. staging: the staging
-    folder of this process. It exists and is empty once the lease is acquired.
+    folder of this process. This folder exists and is empty once the lease is acquired.
     """
 
     def __init__(self, file: Path, target: Path | None = None) -> None:

@@ -43,9 +43,10 @@ class Log:
     The constructor replaces the file by a copy without the entries after `step`, because the run repeats these steps.
 
     Each write opens the file before it checks `lease`. A process that is suspended after the check can lose the lease
-    meanwhile. It then appends to a file that its successor has already replaced, so the write has no effect.
+    meanwhile. Its write then goes to the old file, which the next holder of the lease has already replaced, so the write
+    has no effect.
 
-    failing: whether the last write failed. Its entries stay in memory and are written with the next ones.
+    failing: whether the last write failed. Entries of a failed write stay in memory and are written with the next ones.
     """
 
     def __init__(self, path: Path, step: int, lease: Lease) -> None:
