@@ -164,7 +164,7 @@ class SlurmTraining:
 
     @contextlib.contextmanager
     def guard_nodes(self) -> Iterator[None]:
-        """Guards the nodes during a `with` block, and cleans them up at its end."""
+        """Guards the nodes during a `with` block, and cleans up the nodes at the end of the block."""
 
         def seconds() -> float:
             return seconds_for_removal(self.supervisor.stop_signal, slurm.seconds_left(self.job))
@@ -706,7 +706,7 @@ class SlurmTraining:
 def is_being_made(data: str) -> bool:
     """Returns whether a process of another job is making the token store `data`.
 
-    Call this only after this job's own process has ended, because a lease of it would count too.
+    Call this only when no process of this job makes the store, because its lease would count too.
     """
     return bool(glob.glob(os.path.join(glob.escape(data), ".progress*", "*.lease")))
 

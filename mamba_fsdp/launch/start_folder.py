@@ -62,8 +62,8 @@ class StartFolder:
     def make(self, settings: Dict[str, Any]) -> None:
         """Makes the folder and writes the settings to it. Raises OSError.
 
-        Also records the present file STOP of the run in the environment, so that ranks can
-        recognise a new one.
+        Also records in the environment whether the run has a file STOP and which one, so that the
+        ranks can recognise a new file STOP.
         """
         os.environ[OLD_STOP_VARIABLE] = stop_file_id(self.run_folder)
         os.makedirs(self.path, exist_ok=True)
@@ -87,7 +87,7 @@ class StartFolder:
         }
 
     def remove_outcome(self) -> None:
-        """Removes the failures and the outcome before the ranks are restarted."""
+        """Removes the failures and the outcome of the last attempt, so that the ranks can be restarted."""
         for name in os.listdir(self.path):
             if name.endswith(".json") and name != RESOLVED:
                 os.unlink(os.path.join(self.path, name))

@@ -24,7 +24,7 @@ class RankRestarts:
         self.job_state = job_state
         self.restarted_from = ""  # the newest checkpoint at the last restart
         self.failed_from = ""  # the newest checkpoint at the last failure
-        # {node: how often a rank on this node failed first since that checkpoint}
+        # {node: how often a rank on this node failed first since the checkpoint `failed_from`}
         self.failures: Dict[str, int] = {}
 
     def run(self) -> JobState:
@@ -38,8 +38,8 @@ class RankRestarts:
             print_line("restarts   the ranks after the loss of " + state.lost)
 
     def count_failure(self, state: JobState) -> None:
-        """Counts a failure of the node on which a rank failed first. Forgets the failures before a
-        newer checkpoint.
+        """Counts a failure of the node on which a rank failed first. If there is a newer
+        checkpoint, forgets the earlier failures first.
         """
         if state.newest != self.failed_from:
             self.failed_from = state.newest
