@@ -1,6 +1,6 @@
 """Tests that context parallelism gives the losses and gradients of one process with whole sequences.
 
-tests/model/test_shared.py tests every family on two ranks.
+The families in CASES contain all mixers that support context parallelism.
 """
 
 from functools import partial

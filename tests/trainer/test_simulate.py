@@ -1,5 +1,5 @@
-"""Tests mamba_fsdp.trainer.simulate, which runs a whole step on a simulated GPU and in a simulated process group of
-up to 128 ranks."""
+"""Tests benchmarks.simulate, which runs a whole step on a simulated GPU and in a simulated process group of up to 128
+ranks."""
 
 from collections import Counter
 
