@@ -85,7 +85,8 @@ class Reader:
     def _fill(self, file: str, name: str, start: int, offset: int, target: torch.Tensor) -> None:
         """Reads elements of one piece of the tensor `name` into `target`.
 
-        The piece begins at element `start` of the flattened tensor. Its first `offset` elements are skipped.
+        The piece begins at element `start` of the flattened tensor. Its first `offset` elements are skipped. Raises
+        BrokenCheckpointError if the file does not contain the piece.
         """
         try:
             opened = self._open(self.path / file)

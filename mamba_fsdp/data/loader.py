@@ -253,8 +253,8 @@ def evaluation_batches(
 
     The windows do not depend on the world size, and each token but the first is a label exactly once. All ranks get the same
     number of full batches, because all ranks of a sharded model take part in each forward pass. Batches are padded with rows
-    in which all labels are IGNORED_LABEL. limit, stride: see evaluation_windows. Raises UserError if the source has fewer
-    than two tokens."""
+    in which all labels are IGNORED_LABEL. name: the name of the source, for Batch.samples and for messages. limit, stride:
+    see evaluation_windows. Raises UserError if the source has fewer than two tokens."""
     if source.token_count < 2:
         raise UserError(
             f"source {name!r} has {format_count(source.token_count, 'token')}, too few to evaluate; give at least 2"

@@ -149,7 +149,9 @@ class TokenStore:
                     )
 
     def _read_file(self, number: int, start: int, end: int) -> Tokens:
-        """Returns the part of the store's tokens [start, end) that is in the file with index `number`."""
+        """Returns the part of the store's tokens [start, end) that is in the file with index `number`.
+
+        Raises UserError if the .doc file is damaged."""
         if number not in self._mapped:
             self._mapped[number] = self.map_file_pair(number)
         tokens, starts = self._mapped[number]
@@ -287,7 +289,9 @@ class StoreWriter:
         yield path.with_suffix(".doc"), self.state.documents * 8
 
     def _start_digests(self) -> None:
-        """Computes the checksums of the part of both files that an earlier writer has written."""
+        """Computes the checksums of the part of both files that an earlier writer has written.
+
+        Raises UserError if a file is shorter than this part."""
         if self._digests:
             return
         for path, size in self._files():

@@ -25,7 +25,8 @@ def predicted_spans(
 ) -> list[tuple[int, int]]:
     """Returns (start, end) for each contiguous range of tokens that the windows predict.
 
-    windows: their indices, see evaluation_windows. window: the number of tokens in a window."""
+    windows: their indices, see evaluation_windows. window: the number of tokens in a window. stride: the number
+    of tokens from the start of one window to the start of the next. token_count: the number of tokens in the source."""
     spans: list[tuple[int, int]] = []
     for number in windows.tolist():
         window_end = number * stride + window + 1

@@ -31,7 +31,7 @@ from mamba_fsdp.storage.typed_json import write_object
 TOKENIZER_JSON = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCABULARY = 257  # every byte, and the eos
-# The library allocates the memory of a vocabulary at once, and aborts the process if there is too little.
+# The library allocates the memory of a vocabulary at once, and aborts the process if there is too little memory.
 MAX_VOCABULARY = 1 << 24
 # Texts that tokenizers with the same vocabulary can encode differently: case, digits, white space, accents, other scripts.
 SAMPLES = [
@@ -92,8 +92,9 @@ class TextTokenizer:
         pretrained: Any = None,
         special_is_text: bool = True,
     ):
-        """pretrained: the tokenizer of `transformers` that contains `backend`, if there is one. special_is_text: whether text
-        that spells a special token, for example in an article about tokenizers, is encoded like any other text."""
+        """eos_token: the token that ends documents. pretrained: the tokenizer of `transformers` that contains `backend`, if
+        there is one. special_is_text: whether text that spells a special token, for example in an article about tokenizers,
+        is encoded like any other text."""
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = special_is_text

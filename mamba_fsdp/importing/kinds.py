@@ -60,7 +60,7 @@ SPLITS = {
     "validation": ["validation", "valid", "val", "dev", "eval", "heldout"],
     "test": ["test"],
 }
-# A folder with two of these names is a run.
+# A folder that contains files or folders with two of these names is a run.
 RUN_NAMES = {CHECKPOINTS, EVENTS, LEASE, METRICS, SETTINGS, STATUS, STEPS}
 # Names in other programs' folders.
 NUMPY_MAGIC = b"\x93NUMPY"
@@ -235,7 +235,7 @@ ANY_MAGIC = re.compile("|".join(f"({kind.magic})" for kind in MAGIC), re.DOTALL)
 AMBIGUOUS = ("json", "page")  # the beginning of a text can look like these kinds
 UNDECIDED = ("nothing", "pruned", "other", "settings", "part")  # an import of these can succeed
 BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # UTF-16 and UTF-32
-# Files that describe the data next to them.
+# Matches the names of files that describe the data next to them.
 DESCRIPTION = re.compile(
     r"(README|LICEN[CS]E|CITATION)([-._].*)?\.(md|txt)|(dataset_infos|index|meta|metadata)\.json",
     re.I,

@@ -211,7 +211,9 @@ class _Part:
         )
 
     def _merge(self, states: list[PartState], tokenizer: TextTokenizer) -> None:
-        """Merges all parts, or waits until the process of another part has merged them."""
+        """Merges all parts, or waits until the process of another part has merged them.
+
+        Raises UserError if the input has changed since it was read."""
         lease = Lease(self.out / PROGRESS / "merge.lease")
         with contextlib.closing(lease):
             while not exists(self.out / DATASET):

@@ -52,7 +52,7 @@ def split_documents(
     bounds_in: Callable[[int, int], np.ndarray],
     token_bits: int = -1,
 ) -> Iterator[Document]:
-    """Yields the documents in `entries`.
+    """Yields the documents in `entries`, and updates `share_read` of `file`.
 
     bounds_in(start, end): returns the positions in [start, end] at which a document ends and the next one begins. It can also
     return bounds outside of this range. token_bits: a mask of the bits of an entry that contain the token id.

@@ -136,8 +136,8 @@ class MambaFSDP(TemplateLM):
         self, prompts: list, until: list, max_gen_toks: int, do_sample: bool, **settings: Any
     ) -> list[str]:
         """Returns a continuation of each prompt with at most max_gen_toks tokens. until: the texts that end an answer.
-        settings: temperature, top_k and top_p of `generate`. Raises UserError for other settings, and if max_gen_toks
-        leaves no room for a prompt."""
+        do_sample: whether the default of the temperature is 1, not 0. settings: temperature, top_k and top_p of
+        `generate`. Raises UserError for other settings, and if max_gen_toks leaves no room for a prompt."""
         unknown = settings.keys() - {"temperature", "top_k", "top_p"}
         if unknown:
             raise UserError(

@@ -68,7 +68,7 @@ def goodput(interval: float, save: float, lost: float, between: float) -> float:
     `save`, and each failure costs half an interval and `lost`.
     """
     cycle = (interval + save) / between
-    # The exponents are negative, because powers with positive ones overflow if failures are frequent.
+    # The exponents are negative, because powers with positive exponents overflow if failures are frequent.
     survival = math.exp(-cycle - lost / between)
     return interval / between * survival / -math.expm1(-cycle)
 

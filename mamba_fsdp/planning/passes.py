@@ -120,7 +120,7 @@ def fake_kernels() -> Iterator[None]:
     saved = {name: modules[name] for name in KERNEL_MODULES if name in modules}
     modules.update(dict.fromkeys(KERNEL_MODULES, FakeKernel()))
     try:
-        # A dispatch mode sees only the operations of its own thread.
+        # A dispatch mode sees only the operations of its own thread, so the backward pass must run in this thread.
         with torch.autograd.set_multithreading_enabled(False):
             yield
     finally:

@@ -18,8 +18,8 @@ RECIPES = {
 PUBLISHED = "published"
 TUNED = "tuned"  # also a name in RECIPES
 DEMO = "demo"  # model_name of each model without a preset
-# The width and the tokens per step for which the learning rate of TUNED was measured. For other trainings, it is
-# inversely proportional to the width, and proportional to a power of the tokens per step (docs/tuning.md).
+# The width and the tokens per step for which the learning rate of TUNED was measured. For other trainings, the
+# learning rate is inversely proportional to the width, and proportional to a power of the tokens per step (docs/tuning.md).
 TUNED_WIDTH = 128
 TUNED_BATCH = 2048
 BATCH_EXPONENT = 0.5

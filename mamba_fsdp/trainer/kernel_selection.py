@@ -7,9 +7,9 @@
    the next start. If the process ends in another way during a test, the candidate is rejected at the third start, because
    a time limit or a user can have ended the first two. If the GPU is out of memory or the storage fails, there is no
    verdict: the run ends, and its next start tests the candidate again.
-3. The first correct candidate of each operator is selected. Then the layers are timed, with the shape of the run, with every
-   other correct candidate in its place. A faster candidate replaces the selected one. With deterministic=true nothing is timed, and the results of a
-   candidate must be reproducible.
+3. The first correct candidate of each operator is selected. Then every other correct candidate is put in the place of the
+   selected one, and the layers are timed with the shape of the run. A faster candidate replaces the selected one. With
+   deterministic=true nothing is timed, and the results of a candidate must be reproducible.
 4. The run keeps the selection for all its starts, unless its settings ask for other kernels. The selection is also stored
    in a folder next to the runs, for later runs with the same GPU and software.
 5. At every start, each rank tests the selected backends. If the results of a rank are wrong, or differ from rank 0 in

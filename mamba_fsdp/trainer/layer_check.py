@@ -61,8 +61,8 @@ class Rows(NamedTuple):
         return f"over {self.batch} x {self.positions} positions after {self.before}"
 
 
-# Validation and generation read texts of any length. Triton compiles different code for short texts, and for lengths
-# that are not a multiple of 4.
+# The shapes of the tests without gradients. Validation and generation read texts of any length. Triton compiles different
+# code for short texts, and for lengths that are not a multiple of 4.
 READS = [Rows(1, 1), Rows(1, 16), Rows(1, 17), Rows(1, 608), Rows(1, 609)]
 READS_AFTER_STATE = [Rows(1, 1, before=1), Rows(1, 17, before=16), Rows(1, 609, before=608)]
 
@@ -130,7 +130,8 @@ class LayerCheck:
     ) -> MambaLM:
         """Returns a model with one layer of each of these kinds.
 
-        Its weights are random, and so large that every operator affects the gradients. exact: whether to use float64
+        Its weights are random, and so large that every operator affects the gradients. backends: {operator: backend}.
+        exact: whether to use float64
         instead of the precision of the run.
         """
         config = dataclasses.replace(

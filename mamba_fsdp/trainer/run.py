@@ -314,5 +314,5 @@ def measure_tokens_per_second(settings: TrainConfig) -> float:
             next(steps)
             seconds.append(time.perf_counter() - began)
         folder.lease.close()
-    # Use the mean, as in the reports of a run. It includes steps that other programs slowed down.
+    # Use the mean, as in the reports of a run. The mean includes steps that other programs slowed down.
     return context.schedule.tokens_per_step / statistics.mean(seconds[UNTIMED_STEPS:])

@@ -105,7 +105,8 @@ def find_starting_point(
 
     A run starts from the newest checkpoint in its folder, otherwise from the weights or the checkpoint that the
     settings name, otherwise from random weights. path: the checkpoint to start from, if newer ones turned out to be
-    damaged. print_line: prints a line about each checkpoint that is skipped.
+    damaged. world: the ranks of the run, or the planned ranks of a dry run. print_line: prints a line about each
+    checkpoint that is skipped.
 
     Raises UserError if settings, data, model and checkpoint do not fit together.
     """
