@@ -20,7 +20,7 @@ def generate(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Continues the prompts, and yields one tensor of tokens (batch,) int64 for each position.
+    """Continues the prompts, and yields the tokens of each position as an int64 tensor of shape (batch,).
 
     prompts: (batch, longest prompt), int64; shorter prompts are filled with -1 at the end. length: the number of tokens
     after the longest prompt. temperature, top_k, top_p: see `draw`. generator: the source of random numbers, on the

@@ -90,8 +90,8 @@ class MambaFSDP(TemplateLM):
     def _loglikelihood_tokens(self, requests: list[tuple], **_: Any) -> list[tuple[float, bool]]:
         """Returns (log-probability in nats, whether every token is the most likely one) for each continuation.
 
-        requests: (anything, context ids, continuation ids). The model reads a context only once if several requests
-        share it."""
+        requests: tuples of a key, the ids of the context, and the ids of the continuation. The model reads a context
+        only once if several requests share it."""
         collator = Collator(
             requests,
             lambda ask: -len(ask[1] + ask[2]),  # sort key: the longest requests first

@@ -139,8 +139,8 @@ class Weights(TensorSource):
         self._check(rank)
 
     def _in_file(self, stored: list[StoredTensor]) -> list[StoredTensor]:
-        """Returns the tensors that make up a parameter, with their names and shapes in the file. They can differ from the
-        expected ones: transformers saves the three parts of the convolutions of Olmo Hybrid in equal sizes."""
+        """Returns the tensors that make up a parameter, with their names and shapes in the file. These can differ from the
+        expected names and shapes: transformers saves the three parts of the convolutions of Olmo Hybrid in equal sizes."""
         shapes = self.tensors.shapes
         for part, alias in self.aliases.items():
             renamed = [replace(tensor, name=tensor.name.replace(part, alias)) for tensor in stored]

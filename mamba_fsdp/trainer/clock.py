@@ -73,8 +73,8 @@ class Clock:
         self.data_wait = 0.0
 
     def mean_seconds(self, step: int) -> float:
-        """Returns the mean seconds per step since the clock started. Before the first step has ended, returns all
-        seconds."""
+        """Returns the mean seconds per step since the clock started. Before the first step has ended, returns the
+        seconds so far."""
         return self.seconds() / max(1, step - self.first_step)
 
 
@@ -92,7 +92,8 @@ def delay_metrics(own_seconds: list[float]) -> dict[str, float]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the peak memory in bytes. On a GPU it includes only tensors, on a CPU the whole process."""
+    """Returns the peak memory in bytes. On a GPU, this is the memory of tensors, and on a CPU the memory of the
+    whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -295,7 +295,8 @@ class KernelSelector:
     # Step 5: tests at every start
 
     def verify(self, record: KernelRecord) -> tuple[str, str]:
-        """Tests the selected backends on this rank. Returns (device and tests, a hash of the results).
+        """Tests the selected backends on this rank. Returns (a text about the device and the tests, a hash of the
+        results).
 
         The hash is "" if the results of a backend are not reproducible. Raises UserError if a backend fails.
         """

@@ -85,7 +85,7 @@ class StopRequest:
             self._remove_user_stop_file()
 
     def _stop_file_id(self) -> str:
-        """Returns names.stop_file_id of the user's STOP file on rank 0, and "" on other ranks."""
+        """Returns the result of names.stop_file_id for the user's STOP file on rank 0, and "" on other ranks."""
         if not self.files:
             return ""
         return retry_io(stop_file_id, self.run_folder, str(self.run_folder))
