@@ -1,13 +1,11 @@
-"""Adds the cache manager of rank0_cache.py to the installed Triton: only rank 0 then writes to the shared kernel cache.
-Run this program with the Python that has Triton.
+"""Gives the installed Triton its rank-0-only cache writer; fails if it does not fit. Run by the Python that has Triton.
 
-    python patches/apply.py                   patch Triton, or report that it is patched already
-    python patches/apply.py --check           change nothing; exit 1 if Triton is not patched
-    python patches/apply.py --site=FOLDER     patch triton/ in FOLDER (default: the Triton of this Python)
+    python patches/apply.py                   patch, or say that it is done already
+    python patches/apply.py --check           change nothing; exit 1 if it is not done
+    python patches/apply.py --site=FOLDER     another folder that holds triton/ (default: the one of this Python)
 
-For Triton 2.2.0, the program applies triton-2.2.0-rank0-cache.patch, and checks the file's hash before and after. Triton
-3.4 and newer has a setting for the cache manager, so the program only adds the file; the environment variable
-TRITON_CACHE_MANAGER must contain the name of the class. For any other Triton, the program fails and changes nothing.
+Triton 2.2.0 is patched by triton-2.2.0-rank0-cache.patch, checked by hash before and after. Triton 3.4 and newer has a
+setting for the class, so only the class's file is put in place; TRITON_CACHE_MANAGER then has to name it.
 """
 
 import argparse
@@ -28,12 +26,11 @@ MANAGER = "triton.runtime.rank0_cache:Rank0CacheManager"
 
 
 class DoesNotFit(Exception):
-    """The patch was not made for the installed Triton."""
+    """The installed Triton is not one that the patch was made for."""
 
 
 def apply_hunks(text, patch):
-    """Returns `text` with the unified diff `patch` applied. Raises DoesNotFit unless each line that the patch removes or
-    keeps is in `text` at exactly the line number in the patch."""
+    """Returns `text` with the unified diff `patch` applied. Every line must be exactly where the patch says."""
     lines, result, position = text.splitlines(keepends=True), [], 0
     hunks = re.split(r"^@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@.*\n", patch, flags=re.MULTILINE)
     for start, body in zip(hunks[1::2], hunks[2::2]):
@@ -53,7 +50,7 @@ def apply_hunks(text, patch):
 
 
 def replace(path, data):
-    """Replaces a file atomically: a process that imports it at this moment sees either the old content or the new one."""
+    """Writes bytes so that a process that imports at this moment sees the old file or the new one."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(data)
     os.chmod(file.name, 0o644)
@@ -61,8 +58,7 @@ def replace(path, data):
 
 
 def find_triton(site):
-    """Returns (folder of Triton, version of Triton), without importing Triton, because some versions need a GPU driver for
-    that. site: the folder that contains triton/; None for the Triton of this Python. Raises DoesNotFit if there is none."""
+    """Returns (triton's folder, its version) without importing it, which would need a GPU driver in some versions."""
     if site is None:
         spec = importlib.util.find_spec("triton")
         if spec is None or spec.origin is None:
@@ -81,9 +77,7 @@ def find_triton(site):
 
 
 def apply(folder, version, check):
-    """Patches the Triton in `folder`. Returns whether Triton was not patched before.
-
-    check: changes nothing, and only returns the result. Raises DoesNotFit if the patch was not made for this Triton."""
+    """Patches the Triton in `folder`. Returns whether anything had to be changed, or with `check` would have to be."""
     changes = {}
     module = folder / "runtime" / "cache.py"
     source = module.read_bytes()
@@ -110,8 +104,7 @@ def apply(folder, version, check):
     policy = folder / "runtime" / "rank0_cache.py"
     wanted = (HERE / "rank0_cache.py").read_bytes()
     if not policy.exists() or policy.read_bytes() != wanted:
-        # The file with the class is written first, because the patched module imports it.
-        changes = {policy: wanted, **changes}
+        changes = {policy: wanted, **changes}  # the class first, since the module imports it
     if not check:
         for path, data in changes.items():
             replace(path, data)

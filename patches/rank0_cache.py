@@ -1,24 +1,21 @@
-"""Gives Triton's shared kernel cache a single writer. Rank 0 writes its compiled kernels there; every other rank writes
-its own to a private folder.
+"""Gives Triton's cache one writer: rank 0 publishes what it compiled, every other rank keeps its own copy to itself.
 
-By default, Triton lets every process write to the same cache folder. On a cluster, that folder is often on a shared file
-system. Then ranks can use the same name for a temporary file, because process ids and the state of `random` can be equal
-on several hosts, and one rank removes the file of another. Ranks also replace libraries that other ranks have mapped
-("Stale file handle"), and mix files of different compilations.
+Triton lets every process write into one cache folder. On a cluster that folder often lies on a shared file system, and
+then ranks take each other's temporary files away (equal pids on several hosts and equally seeded generators give equal
+names), replace libraries that others have mapped ("Stale file handle") and mix files of different compilations.
 
-The rules are the same whatever the ranks compile, and in whatever order:
-- Only one rank writes to the shared folder: rank 0 (TRITON_RANK0_SCOPE=global, the default), or the first rank of each
-  node (TRITON_RANK0_SCOPE=node, for a folder on the node's own disk). The rank is read from the environment, so it is
-  known before a process group exists. A process without a rank writes to the shared folder too, as with Triton itself.
-- Every other rank writes its compiled kernels to a private folder of its process. That folder is in
-  TRITON_RANK0_PRIVATE_DIR or the system's temporary folder, and is removed when the process exits.
-- A rank reads from the shared folder first and from its private folder second, so it always finds a file that it wrote.
-- Ranks do not wait for each other. A barrier would block if the ranks compile or find different kernels.
-- If rank 0 can't write to the shared folder, it prints one warning and writes to a private folder too.
+The policy, whatever the ranks compile and in whatever order:
+- Only rank 0 creates anything in the shared folder (TRITON_RANK0_SCOPE=global, the default), or the first rank of each
+  node (TRITON_RANK0_SCOPE=node, for folders that are local to a node). The rank is read from the environment, so it
+  is known before any process group exists; a process without a rank writes as Triton does.
+- Every other rank keeps what it compiled in a private folder of its own process, below TRITON_RANK0_PRIVATE_DIR or the
+  system's temporary folder, removed at exit.
+- Reads look into the shared folder first and the private one second, so that no rank ever lacks a file it has put.
+- Nobody waits for anybody. A barrier would hang as soon as ranks differ in what they compile or find.
+- If a shared folder can't be written, rank 0 keeps its files private too, with one warning.
 
-`apply.py` copies this file next to Triton's cache module. Triton 2.2 is patched to always use the class. Newer versions
-use it with TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager. This file needs only the standard library
-and Triton.
+`apply.py` puts this file next to Triton's own cache module. Triton 2.2 is patched to use the class always; newer ones
+use it with TRITON_CACHE_MANAGER=triton.runtime.rank0_cache:Rank0CacheManager. Only the standard library is needed.
 """
 
 import atexit
@@ -42,7 +39,8 @@ _private_root = None
 
 
 def is_writer():
-    """Returns whether this process writes to shared folders. Raises ValueError for an unknown TRITON_RANK0_SCOPE."""
+    """Returns whether this process publishes into shared folders. Raises ValueError for an unknown
+    TRITON_RANK0_SCOPE."""
     scope = os.environ.get("TRITON_RANK0_SCOPE", "global")
     if scope not in ("global", "node"):
         raise ValueError(
@@ -56,10 +54,8 @@ def is_writer():
 
 
 def _shared_root(kind):
-    """Returns the folder that Triton uses for `kind`: cache, dump or override.
-
-    TRITON_DUMP_DIR and TRITON_OVERRIDE_DIR are new in Triton 3.4, but this function reads them for Triton 2.2 too. Triton
-    2.2 dumps every kernel, by default to the home folder, where a container should not write."""
+    """Returns Triton's own folder for `kind`: cache, dump or override. TRITON_DUMP_DIR and TRITON_OVERRIDE_DIR, new in
+    Triton 3.4, hold for Triton 2.2 too: it dumps every kernel, and a container's home folder is no place for that."""
     if knobs:
         return {
             "cache": knobs.cache.dir,
@@ -72,7 +68,7 @@ def _shared_root(kind):
 
 
 def _own_root():
-    """Returns the private folder of this process. The first call creates it."""
+    """Returns the private folder of this process, made on first use."""
     global _private_root
     if _private_root is None:
         parent = os.environ.get("TRITON_RANK0_PRIVATE_DIR") or tempfile.gettempdir()
@@ -94,21 +90,21 @@ def _forget_own_root():
 
 os.register_at_fork(
     after_in_child=_forget_own_root
-)  # only the process that created the folder removes it, not its forks
+)  # only the process that made the folder may remove it
 
 
 def _publish(folder, filename, data):
-    """Writes `data` (bytes) to a file atomically: readers see either all of it or nothing. Returns the path of the file.
-    Raises OSError if the file can't be written."""
+    """Writes `data` (bytes) so that readers see all of it or nothing. Returns the path. Raises OSError as the disk
+    does."""
     path = os.path.join(folder, filename)
     with contextlib.suppress(OSError):
         with open(path, "rb") as file:
             if file.read() == data:
-                return path  # do not replace it, because other processes can have mapped it
+                return path  # others may have it open or mapped: its inode must stay
     os.makedirs(folder, exist_ok=True)
     temporary = os.path.join(
         folder, f".{uuid.uuid4().hex}.tmp"
-    )  # process ids and `random` can be equal on several hosts
+    )  # neither pid nor `random` is unique over hosts
     try:
         with open(temporary, "xb") as file:
             file.write(data)
@@ -123,8 +119,8 @@ def _publish(folder, filename, data):
 
 
 class Rank0CacheManager(FileCacheManager):
-    """The cached files of one kernel, which `key` identifies, with the interface of Triton's FileCacheManager. Unlike
-    Triton's constructor, this one does not create a folder."""
+    """The files of one kernel under `key`, with Triton's interface. Its constructor, unlike Triton's, creates no
+    folder."""
 
     def __init__(self, key, override=False, dump=False):
         self.key = key
@@ -133,7 +129,7 @@ class Rank0CacheManager(FileCacheManager):
         if not self._root:
             raise RuntimeError(
                 "Could not create or locate cache dir"
-            )  # Triton's own message for an empty TRITON_CACHE_DIR
+            )  # Triton's own answer to an empty TRITON_CACHE_DIR
         self.cache_dir = os.path.join(self._root, key)
         self._publishes = is_writer()
 
@@ -150,16 +146,14 @@ class Rank0CacheManager(FileCacheManager):
         return self.get_file(filename) is not None
 
     def put(self, data, filename, binary=True):
-        """Writes `data` to the cache, and returns the path from which this process can read it.
-
-        data: bytes, or an object that str() converts to the text to write."""
+        """Keeps `data` (bytes, or anything that str() turns into text). Returns the path under which this process finds
+        it."""
         data = data if isinstance(data, bytes) else str(data).encode()
         if self._publishes:
             try:
                 return _publish(self.cache_dir, filename, data)
             except OSError as error:
-                # Later files are private too, because a group file must be in the same folder as the files that it lists.
-                self._publishes = False
+                self._publishes = False  # a later group file must not name a file that isn't there
                 warnings.warn(
                     f"Triton's {self._kind} folder {self._root} can't be written ({error.strerror}); "
                     "what this process compiles stays private to it and is lost when it ends",
@@ -168,13 +162,12 @@ class Rank0CacheManager(FileCacheManager):
         return _publish(os.path.join(_own_root(), self._kind, self.key), filename, data)
 
     def get_group(self, filename):
-        """Returns the files of a group as {name: path}, all from the same folder. Returns None if a file is missing, so
-        that Triton compiles the kernel."""
+        """Returns the group's files as {name: path}, all from one folder, or None: then Triton compiles."""
         for folder in self._folders():
             try:
                 with open(os.path.join(folder, f"__grp__{filename}"), encoding="utf-8") as file:
                     names = json.load(file)["child_paths"]
-                # Use only the names in the group file, because the writer can have mounted the folder at another path.
+                # only names: the writer may have mounted the folder elsewhere
                 group = {name: os.path.join(folder, name) for name in names}
             except (OSError, ValueError, TypeError, KeyError):
                 continue
