@@ -356,7 +356,9 @@ def _read_index(folder: Path) -> StoreIndex:
             raise ValueError(f"unknown dtype {index.dtype}")
         return index
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); make the store again") from error
+        raise UserError(
+            f"{path} is damaged ({error}); copy it again or make the store again"
+        ) from error
 
 
 def _checksum(index: dict[str, Any]) -> str:

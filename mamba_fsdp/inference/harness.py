@@ -253,5 +253,6 @@ def task_errors_as_user_errors() -> Iterator[None]:
         raise
     except Exception as error:
         raise UserError(
-            f"--tasks: lm-eval stopped with {type(error).__name__}: {first_line(error)}"
+            f"--tasks: lm-eval stopped with {type(error).__name__}: {first_line(error)}; check your own task files, the "
+            "packages that the tasks need, and the access to their data"
         ) from error

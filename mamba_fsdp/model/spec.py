@@ -278,7 +278,7 @@ def _check_attention(config: "ModelConfig") -> None:
     kind, values = config.rope
     if kind and values.keys() != ROPE_SCALINGS.get(kind):
         raise UserError(
-            f"rope_scaling={config.rope_scaling}: the kind or a number is unknown, or a number is missing; see --help=rope_scaling"
+            f"rope_scaling={config.rope_scaling}: the kind is unknown, or its numbers are not the ones that this kind needs; see --help=rope_scaling"
         )
     if any(value <= 0 for value in values.values()):
         raise UserError(f"rope_scaling={config.rope_scaling}: all numbers must be above 0")

@@ -292,8 +292,8 @@ def start_world(*, timeout_minutes: float = 10.0) -> World:
     wanted = os.environ.get(EXPECTED_RANKS, str(size))
     if wanted != str(size):  # without this check, fewer ranks would train with a smaller batch
         raise TransientError(
-            f"only {size} of {wanted} ranks have started: torchrun leaves out a node if its clock is late; "
-            "compare the clocks of the nodes: srun date"
+            f"only {size} of {wanted} ranks have started; torchrun leaves out a node whose clock is behind: run `date` on "
+            "all nodes (with Slurm: srun date), and set the wrong clock"
         )
     device = _acquire_device(local_rank)
     # The timeout is five seconds longer than the watchdog's. The watchdog checks once a second, and it must fail first,

@@ -189,8 +189,9 @@ class Lease:
 
         If the result is true, all other staging folders have been moved into the staging folder of this process.
         """
-        # Create the staging folder before reading the lease. If another process acquires the lease later, it moves this
-        # folder away. Our renames are then based on an outdated snapshot, and fail.
+        # Create the staging folder before reading the lease. Another process that acquires the lease after this moves
+        # the folder away. If this process then still acts on what it has read, its renames into the folder and out of
+        # it fail, because the folder is gone.
         with contextlib.suppress(FileExistsError):
             self.staging.mkdir()
         with contextlib.suppress(FileExistsError):

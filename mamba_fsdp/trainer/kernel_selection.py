@@ -180,7 +180,8 @@ class KernelSelector:
     def attempt(self, candidate: Candidate) -> Iterator[None]:
         """Records in kernels.json that the candidate is being tested during the block.
 
-        If the process ends in the block, or if the GPU is lost, `ended_starts` of the candidate counts this start.
+        If the process ends in the block, or if the GPU is lost, `ended_starts` of the candidate counts this start. If the
+        test stalls, `ended_starts` becomes MAX_ENDED_STARTS, and the next start rejects the candidate.
         """
         before = candidate.ended_starts
 

@@ -273,7 +273,8 @@ class LayerCheck:
             raise TransientError(full) from error
         if isinstance(error, OSError):
             raise TransientError(
-                f"{rank_and_host()}: {message}; not the fault of the kernels: start again"
+                f"{rank_and_host()}: the test of the kernels could not run: {message}; the kernels are not the cause: start "
+                "again, and correct this error if it persists"
             ) from error
         return message
 

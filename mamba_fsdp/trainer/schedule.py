@@ -109,7 +109,8 @@ class Schedule:
         return 1 - math.sqrt(share)
 
 
-# Each function falls from 1 to 0 while its argument, the share of the fall that has passed, rises from 0 to 1.
+# Each function begins at 1 and ends at 0, while its argument, the share of the fall that has passed, rises from 0 to 1. Only
+# cosine_with_restarts returns to 1 in between, at the start of each further cycle.
 SHAPES = {
     "cosine": Schedule._cosine,
     "fms_cosine": Schedule._cosine,

@@ -16,7 +16,7 @@ MAX_TOKENS = {
     "checkpoint": 9_019,
     "data": 9_827,
     "importing": 18_295,
-    "inference": 4_227,
+    "inference": 4_228,
     "interop": 12_401,
     "launch": 23_187,
     "model": 11_173,
@@ -27,7 +27,7 @@ MAX_TOKENS = {
     "run": 4_558,
     "settings": 9_824,
     "storage": 3_177,
-    "trainer": 22_974,
+    "trainer": 22_975,
     "verbs": 8_563,
 }
 NOT_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"}

@@ -43,7 +43,11 @@ FIELDS = [  # (base, changed fields, part of the message)
     ("llama", {"hidden_size": 10**400}, "hidden_size is 10*, but must be at most"),
     ("llama", {"rope_theta": 5.0}, "rope_theta is given twice, as 5.0 and 10000.0"),
     ("llama", {"rope_scaling": {"type": "su"}, "rope_parameters": None}, "is 'su'; this program"),
-    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_scaling=linear: the kind or"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear"}},
+        "rope_scaling=linear: the kind is unknown, or",
+    ),
     ("hybrid", {"attn_layer_indices": ["x"]}, r"attn_layer_indices lists layers \['x'\], but"),
     ("hybrid", {"mamba_d_head": 5}, "SSM heads .4 with 5 channels each. do not match the"),
     ("hybrid", {"partial_rotary_factor": 0.4, "rope_parameters": None}, "0.4 rotates 3 of 8 ch"),

@@ -1,4 +1,5 @@
-"""Tests ./1.train.sbatch with the real training program, if its window or reader goes away and if it is killed."""
+"""Tests ./1.train.sbatch with the real training program, if its terminal window closes, if the process that
+reads its output exits, and if it is killed."""
 
 import contextlib
 import os

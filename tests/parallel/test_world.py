@@ -218,7 +218,7 @@ def test_missing_ranks_are_an_error(monkeypatch):
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     for name, value in {**names, EXPECTED_RANKS: "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(TransientError, match="^only 1 of 2 ranks have started: .* clock"):
+    with pytest.raises(TransientError, match="^only 1 of 2 ranks have started; .* clock"):
         start_world()
 
 

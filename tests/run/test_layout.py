@@ -28,7 +28,7 @@ IS = "is not a run folder (it contains"
     }.items(),
 )
 def test_other_folders_are_not_used_as_run_folders(tmp_path, files, refused):
-    """A folder with unknown files is refused as a run folder. Files of the launcher and log files are accepted, because
+    """A folder with unknown files is refused as a run folder, unless a run has already written there. Files of the launcher and log files are accepted, because
     they can exist before the run."""
     make(tmp_path, *files.split())
     if refused:
