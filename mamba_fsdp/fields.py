@@ -70,7 +70,7 @@ class Bounds(NamedTuple):
             raise ValueError("the value must not be empty")
         chosen = value if isinstance(value, list) else [value]
         if self.choices and not set(chosen) <= set(self.choices):
-            raise ValueError(f"must be one of {', '.join(self.choices)}")
+            raise ValueError(f"must be one of {', '.join(self.choices)}; --help explains them")
         number = value
         kind: object = type(value)
         if isinstance(value, Duration):

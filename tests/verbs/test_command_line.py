@@ -64,7 +64,7 @@ MISTAKES = {
     "a --count=two": "^--count=two: expected a whole number$",
     "a --share=1": "^--share=1: must be below 1$",
     "a --share=x": "^--share=x: expected a number$",
-    "a --kind=other": "^--kind=other: must be one of plain, fancy$",
+    "a --kind=other": "^--kind=other: must be one of plain, fancy; --help explains them$",
     "a --kind=": "^--kind=: the value must not be empty$",
     "a --how_many=1": "^--how_many: there is no such option; did you mean --count.$",
     "a --shore=1": "^--shore: there is no such option; did you mean --share.$",
