@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from mamba_fsdp.errors import UserError
 from mamba_fsdp.parallel.world import World
 from mamba_fsdp.run.names import OLD_STOP_VARIABLE, START_VARIABLE, STOP, stop_file_id
@@ -123,7 +125,10 @@ class StopRequest:
 
     def any_rank_asked(self, world: World) -> bool:
         """Returns whether any rank has been asked to stop. All ranks call it."""
-        return world.all_reduce_sum(int(self.check())) > 0
+        # The sum is computed on the device. A validation calls this for each batch, and gloo's ring over the host takes a
+        # time proportional to the number of ranks.
+        asked = torch.tensor(float(self.check()), dtype=torch.float64, device=world.device)
+        return bool(world.all_reduce_sum(asked) > 0)
 
 
 def _read_reason(file: Path) -> str:

@@ -8,6 +8,7 @@ import torch
 from mamba_fsdp.ops.attention import Documents
 from mamba_fsdp.trainer.layer_check import LayerCheck
 from mamba_fsdp.trainer.step_stats import StepStats
+from mamba_fsdp.trainer.stopping import StopRequest
 
 # The overrides apply as long as this object exists.
 OVERRIDES = torch.library.Library("aten", "IMPL")
@@ -40,12 +41,18 @@ def documents(cls, seq_idx):
     return cls([third, third, positions - 2 * third] * rows)
 
 
+def any_rank_asked(stop, world):
+    """Replaces StopRequest.any_rank_asked. Computes the sum over ranks on the host."""
+    return world.all_reduce_sum(float(stop.check())) > 0
+
+
 def replace():
     """Makes the replacements in this process."""
     # torch warns that this operator already has an implementation.
     with warnings.catch_warnings(action="ignore"):
         OVERRIDES.impl("_local_scalar_dense", one, "CUDA")
     torch.nn.parallel.distributed._verify_param_shape_across_processes = lambda *_: None
+    StopRequest.any_rank_asked = any_rank_asked
     LayerCheck.compare = compare
     StepStats.unpack = staticmethod(unpack)
     Documents.of = classmethod(documents)
